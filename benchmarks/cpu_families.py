@@ -24,8 +24,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from kitae.engines.base import Request, SamplingParams
 from kitae.engines.config import EngineConfig
 from kitae.engines.native.cpu_runner import PackedDecoder
+from kitae.engines.native.decoder_layers import inner_of, router_of
 from kitae.engines.native.engine import NativeEngine
-from kitae.engines.native.fused import inner_of, router_of
 from kitae.models import attention_seam
 from kitae.models.fuse import fuse
 from kitae.models.policy import Policy

@@ -2,7 +2,7 @@
 
     python benchmarks/exactness.py [--model smollm2-135m] [--device auto] [--prompts 8] [--group 8] [--tokens 64]
 
-Paths: `plain` (engine.fast and model.fuse off), `fast` (as it comes), `exact` (model.exact). For each of them in fp32
+Paths: `plain` (model.plain), `fast` (as it comes), `exact` (model.exact). For each of them in fp32
 and bf16: rollouts are sampled, the trainer computes their log-probs in packed rows with shared prompts, and the gap is
 taken token by token; then training steps on these rollouts are timed. Speeds are the best of `repeats` rounds, in which
 the paths take turns. `--model qwen2.5-1.5b-shape` makes a model of that shape with random weights, for a GPU.
@@ -56,12 +56,12 @@ class Case:
         self.clock = time.process_time if a.processor_time else time.perf_counter
         self.figures = Figures()
         self.policy = _random_policy(a.device, path, dtype) if a.model == SHAPE else load_policy(
-            ModelConfig.model_validate({"path": a.model, "device": a.device, "dtype": dtype, "fuse": path != "plain",
+            ModelConfig.model_validate({"path": a.model, "device": a.device, "dtype": dtype, "plain": path == "plain",
                                         "exact": path == "exact"}))  # fmt: skip
         self.prompts = _prompts(self.policy, a.prompts, a.prompt_tokens)
         batch = a.prompts * a.group
         self.engine = NativeEngine(
-            self.policy, EngineConfig(memory_gb=a.memory_gb, max_batch=batch, fast=path != "plain")
+            self.policy, EngineConfig(memory_gb=a.memory_gb, max_batch=batch), plain=path == "plain"
         )
         settings = TrainingConfig(lr=1e-9, token_budget=a.token_budget)  # the policy stays what it is
         self.worker = make_worker(self.policy, settings, a.tokens)

@@ -2,7 +2,7 @@
 
     python benchmarks/gpu_gap.py [--sequences 256] [--tokens 64] [--sharpness 6] [--dtypes bfloat16]
 
-plain    no kernels and no graphs, in the engine and in the trainer (engine.fast=false, model.fuse=false)
+plain    no kernels and no graphs, in the engine and in the trainer (model.plain=true)
 modules  CUDA graphs of the model's own modules, whose norms, MLPs and rotary are fused: what LoRA and others get
 fused    the engine's own decoder, and the fused modules in the trainer: the default
 float8   the same with weights in 8 bits in the engine (engine.weights_dtype=float8)
@@ -32,8 +32,8 @@ from kitae.types import Sample
 
 async def sample(policy: Policy, path: str, requests: list[Request]) -> list[Completion]:
     weights = "float8" if path == "float8" else "model"
-    config = {"memory_gb": 8, "max_batch": len(requests), "fast": path != "plain", "weights_dtype": weights}
-    engine = NativeEngine(policy, EngineConfig.model_validate(config))
+    config = {"memory_gb": 8, "max_batch": len(requests), "weights_dtype": weights}
+    engine = NativeEngine(policy, EngineConfig.model_validate(config), plain=path == "plain")
     if path == "modules":
         engine.runner.decoder = None  # type: ignore[attr-defined]
     try:

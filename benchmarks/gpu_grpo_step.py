@@ -32,7 +32,7 @@ from kitae.config.recipe import parse_config
 from kitae.config.root import RLConfig
 from kitae.engines.native.engine import NativeEngine
 from kitae.envs.environment_registry import open_world
-from kitae.kernels.allocation import loaded
+from kitae.kernels.allocation import gc_frozen
 from kitae.models.config import ModelConfig
 from kitae.models.facts import ModelFacts
 from kitae.models.fuse import fuse
@@ -48,6 +48,7 @@ from kitae.run.prepare import make_episodes, make_pool
 from kitae.store.checkpoints import Frontier
 from kitae.store.run_folder import RunStore
 from kitae.study.memory_estimate import batch_tokens, hold
+from kitae.trainer import objectives
 from kitae.trainer.base import Batch
 from kitae.trainer.start_trainer import local_trainer, make_learner
 from kitae.types import Message, Prompt, Sample
@@ -114,7 +115,7 @@ def make_config(folder: Path, args: argparse.Namespace) -> RLConfig:
         },
         "training": {
             "steps": args.steps + 1, "prompts_per_step": args.prompts, "group_size": args.group,
-            "token_budget": args.budget, "logit_chunk": args.chunk, "lr": 1e-6, "moments": args.moments,
+            "token_budget": args.budget, "lr": 1e-6, "moments": args.moments,
             "checkpoint_activations": bool(args.lora),
         },
         "checkpoint": {"every": 1000},
@@ -148,7 +149,7 @@ async def run(config: RLConfig, policy: Policy, watch: Watch) -> tuple[list[dict
                 config, store, stream, episodes, engine, learner, weights, watch, Frontier(0, 0), evaluate
             )
             watch.pipeline = pipeline
-            with contextlib.suppress(Stopped), loaded():
+            with contextlib.suppress(Stopped), gc_frozen():
                 await pipeline.run()
     finally:
         await engine.close()
@@ -214,6 +215,7 @@ def main() -> None:
     parser.add_argument("--chunk", type=int, default=8192, help="Rows of logits at a time.")
     parser.add_argument("--plot", type=Path)
     args = parser.parse_args()
+    objectives.logit_chunk = lambda config, device: args.chunk
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if args.shape == "1.5b":
         policy = qwen_policy(device, layers=args.layers or 28)

@@ -14,7 +14,7 @@ import torch
 from gpu_rollouts import BYTES, large_policy, qwen_policy
 from torch import Tensor
 
-from kitae.engines.native.fused import FusedDecoder
+from kitae.engines.native.gpu_decoder import GpuDecoder
 from kitae.engines.native.page_cache import KVCache
 from kitae.models.fuse import fuse
 from kitae.models.policy import Policy
@@ -73,14 +73,14 @@ def main() -> None:
         policy = large_policy(args.layers or 36) if args.shape == "8b" else qwen_policy(layers=args.layers or 28)
         fuse(policy.model, policy.device, policy.dtype)
         cache = KVCache(policy, args.memory_gb, PAGE)
-        decoder = FusedDecoder.of(policy, cache)
+        decoder = GpuDecoder.of(policy, cache)
         assert decoder is not None
     for pages in (*cache.keys, *cache.values):
         pages.numbers.normal_()
     print(f"{'rows':>4} {'context':>7} {'floor µs':>9} {'layers µs':>9} {'share':>6}")
     for rows, context in itertools.product(map(int, args.rows.split(",")), map(int, args.contexts.split(","))):
         given, limit = inputs(cache, rows, context), floor(policy, rows, context)
-        found = microseconds(lambda given=given: decoder._stream_of_few(*given, None, None))  # type: ignore[misc]
+        found = microseconds(lambda given=given: decoder._small_batch_stream(*given, None, None))  # type: ignore[misc]
         print(f"{rows:4} {context:7} {limit:9.0f} {found:9.0f} {limit / found:6.0%}", flush=True)
 
 

@@ -224,14 +224,14 @@ async def run(engine: NativeEngine, work: Workload, name: str, tokens: int | Non
     return seconds
 
 
-async def measure(policy: Policy, path: str, repeats: int, names: list[str], profile: bool, **settings: Any) -> None:
+async def measure(
+    policy: Policy, path: str, repeats: int, names: list[str], profile: bool, draft_tokens: int, **settings: Any
+) -> None:
     known = workloads(policy.vocabulary)
     chosen = {name: work for name, work in known.items() if name in names}
     began = time.perf_counter()
-    config = EngineConfig.model_validate(
-        {"max_batch": 512, "prefill_tokens": 8192, "fast": path != "plain", **settings}
-    )
-    engine = NativeEngine(policy, config)
+    config = EngineConfig.model_validate({"max_batch": 512, "prefill_tokens": 8192, **settings})
+    engine = NativeEngine(policy, config, plain=path == "plain", draft_tokens=draft_tokens)
     if path == "modules":
         engine.runner.decoder = None  # type: ignore[attr-defined]
     await run(engine, known["one"], "first", tokens=2)
@@ -303,7 +303,7 @@ def main() -> None:
     parser.add_argument("--lora", type=int, default=0, metavar="RANK", help="of adapters on all layers")
     parser.add_argument("--unmerged", action="store_true", help="adapters stay beside their weights")
     parser.add_argument("--float8", action="store_true", help="weights in 8 bits; the floor is of those in 16")
-    parser.add_argument("--guesses", type=int, default=0, help="which are all wrong here: what they cost")
+    parser.add_argument("--draft-tokens", type=int, default=0, help="all rejected here: what they cost")
     parser.add_argument("--apart", action="store_true", help="prompts are read for each of their samples")
     args = parser.parse_args()
     if args.apart:
@@ -327,9 +327,10 @@ def main() -> None:
         "host_memory_gb": args.host_memory_gb,
         "merge_adapters": not args.unmerged,
         "weights_dtype": "float8" if args.float8 else "model",
-        "guesses": args.guesses,
     }
-    asyncio.run(measure(policy, args.path, args.repeats, args.workloads.split(","), args.profile, **settings))
+    asyncio.run(
+        measure(policy, args.path, args.repeats, args.workloads.split(","), args.profile, args.draft_tokens, **settings)
+    )
 
 
 if __name__ == "__main__":

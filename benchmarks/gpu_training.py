@@ -34,6 +34,7 @@ from kitae.models.fuse import fuse
 from kitae.models.policy import Policy
 from kitae.study.memory_estimate import hold
 from kitae.study.model_shape import ModelShape
+from kitae.trainer import objectives
 from kitae.trainer.config import TrainingConfig
 from kitae.trainer.objectives import Likelihood
 from kitae.trainer.responses import PLACE, Preference
@@ -94,8 +95,8 @@ def operations(samples: Sequence[Sample], policy: Policy, config: TrainingConfig
     """Tokens of all rows, and the floating-point operations that the step needs."""
     body = sum(p.numel() for p in policy.base.parameters()) - policy.head.weight.numel()
     tokens, total = 0, 0.0
-    for part in pack(samples, config.token_budget, config.share_prompts):
-        row = lay_out(part, config.share_prompts)
+    for part in pack(samples, config.token_budget, not policy.plain):
+        row = lay_out(part, not policy.plain)
         tokens += len(row.tokens_T)
         total += 6.0 * body * len(row.tokens_T) + 6.0 * policy.head.weight.numel() * row.loss_tokens
         pairs = sum(s.length * s.prefix_length + s.length * (s.length + 1) / 2 for s in row.spans)
@@ -148,12 +149,11 @@ def main() -> None:
     parser.add_argument("--moments", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--checkpoint", action="store_true", help="recompute activations")
     args = parser.parse_args()
+    objectives.logit_chunk = lambda config, device: args.chunk
     made, layers = SHAPES[args.shape]
     policy = made(layers=args.layers or layers)
     fused = 0 if args.no_fuse else fuse(policy.model, policy.device, policy.dtype)
-    config = TrainingConfig(
-        token_budget=args.tokens, logit_chunk=args.chunk, moments=args.moments, checkpoint_activations=args.checkpoint
-    )
+    config = TrainingConfig(token_budget=args.tokens, moments=args.moments, checkpoint_activations=args.checkpoint)
     rng = random.Random(0)
     samples: Sequence[Sample]
     if args.objective == "policy":

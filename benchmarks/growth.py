@@ -246,7 +246,7 @@ async def speeds(arguments: argparse.Namespace) -> dict[str, Curve]:
         else load_policy(ModelConfig(path=arguments.model, device=str(device)))
     )
     config = EngineConfig(
-        memory_gb=arguments.memory_gb, max_batch=max(arguments.max_batch, 64), prefill_tokens=4096, guesses=0
+        memory_gb=arguments.memory_gb, max_batch=max(arguments.max_batch, 64), prefill_tokens=4096, speculation=False
     )  # fmt: skip
     engine = NativeEngine(policy, config)
     speed = Speed(engine, arguments.tokens, arguments.repeats)

@@ -32,7 +32,7 @@ from kitae.trainer.config import TrainingConfig
 from kitae.types import Group, Message, Prompt, Rollout, Score, Segment
 
 PEERS = Path(__file__).parent / "peers"
-SMALL = {"moments": "bfloat16", "token_budget": 512, "logit_chunk": 256}
+SMALL = {"moments": "bfloat16", "token_budget": 512}
 VARIANTS: dict[str, dict[str, object]] = {
     "plain": {},
     "no cache beside the trainer": {"keep_cache": False},

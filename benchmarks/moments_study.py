@@ -86,7 +86,7 @@ class Variant(NamedTuple):
 VARIANTS = {
     "fp32": Variant({}),
     "bf16": Variant({"moments": "bfloat16"}),
-    "fp32, sums in another order": Variant({"logit_chunk": 16}),
+    "fp32, sums in another order": Variant({"token_budget": 32}),
     "fp32, learning rate × 1.001": Variant({"lr": LR * 1.001}),
     "4 bits, by chance": Variant({}, to_four_bits),
 }

@@ -42,7 +42,7 @@ def make_prompts(tokenizer: object, count: int, length: int) -> list[tuple[int, 
 
 def run_kitae(prompts: list[tuple[int, ...]], group: int, tokens: int, fast: bool, repeats: int) -> list[float]:
     policy = load_policy(ModelConfig())
-    engine = NativeEngine(policy, EngineConfig(memory_gb=2.0, max_batch=len(prompts) * group, fast=fast))
+    engine = NativeEngine(policy, EngineConfig(memory_gb=2.0, max_batch=len(prompts) * group), plain=not fast)
 
     async def once(round_: int) -> float:
         requests = [
@@ -68,7 +68,7 @@ def run_kitae(prompts: list[tuple[int, ...]], group: int, tokens: int, fast: boo
 @torch.inference_mode()
 def matmul_floor(batch: int, repeats: int = 5) -> float:
     """Tokens per second if a step were its matrix products alone, on weights packed by oneDNN."""
-    policy = load_policy(ModelConfig(fuse=False, device="cpu"))
+    policy = load_policy(ModelConfig(plain=True, device="cpu"))
     layer: Any = policy.decoder.layers[0]  # type: ignore[attr-defined]
     attn, mlp = layer.self_attn, layer.mlp
     together = [[attn.q_proj, attn.k_proj, attn.v_proj], [attn.o_proj], [mlp.gate_proj, mlp.up_proj], [mlp.down_proj]]

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from kitae.kernels import float8
 from kitae.models.attention_seam import SelfAttention
 from kitae.models.config import ModelConfig
-from kitae.models.fuse import norm_of
+from kitae.models.layer_kinds import norm_of
 from kitae.models.load import load_policy
 from kitae.models.policy import Policy
 
@@ -45,7 +45,7 @@ def whole(x: Tensor) -> Tensor:
     return (x / unit).round() * unit
 
 
-def eights(unit: Tensor | None) -> Rounding:
+def rows_in_float8(unit: Tensor | None) -> Rounding:
     """Float8, over a unit or over one of each row."""
 
     def rounded(x: Tensor) -> Tensor:
@@ -87,7 +87,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--texts", type=int, default=24)
     args = parser.parse_args()
-    policy = load_policy(ModelConfig(path=args.model, dtype="float32", device="cpu", fuse=False))
+    policy = load_policy(ModelConfig(path=args.model, dtype="float32", device="cpu", plain=True))
     rows = [json.loads(line) for line in args.data.read_text().splitlines()[: args.texts]]
     tokenizer: Any = policy.tokenizer
     texts = [tokenizer(row["question"] + "\n" + row.get("answer", ""))["input_ids"][:300] for row in rows]
@@ -96,8 +96,8 @@ def main() -> None:
     print(f"{args.model}: {len(exact)} tokens of {-exact.mean():.2f} nats")
     variants: dict[str, tuple[Rounding | None, Callable[[Tensor | None], Rounding] | None]] = {
         "weights in float8": (float8.rounded, None),
-        "rows in float8": (None, eights),
-        "weights and rows in float8": (float8.rounded, eights),
+        "rows in float8": (None, rows_in_float8),
+        "weights and rows in float8": (float8.rounded, rows_in_float8),
         "weights in int8": (whole, None),
         "rows in int8": (None, lambda unit: whole),
     }

@@ -40,7 +40,7 @@ class StandIn:
         self.policy = policy
         self.kind = kind
         # In plain torch: answers last long enough for things to happen to them, as those of a large model do.
-        self.engine = NativeEngine(policy, EngineConfig(memory_gb=0.02, fast=False), 0)
+        self.engine = NativeEngine(policy, EngineConfig(memory_gb=0.02), 0, plain=True)
         self.label = "default"
         self.recompute = True
         self.stale = False

@@ -36,8 +36,8 @@ ELSEWHERE = {
     "max_completion_length": "sampling.max_tokens",
     "max_response_length": "sampling.max_tokens",
     "generate_max_len": "sampling.max_tokens",
-    "num_speculative_tokens": "engine.guesses",
-    "speculative_num_draft_tokens": "engine.guesses",
+    "num_speculative_tokens": "engine.speculation",
+    "speculative_num_draft_tokens": "engine.speculation",
     "reward_fn": "verifier.name",
     "reward_funcs": "verifier.name",
     "custom_reward_function": "verifier.name",
@@ -85,8 +85,12 @@ ELSEWHERE = {
     "loss_agg_mode": "algorithm.aggregation",
     "critic_learning_rate": "algorithm.critic_lr",
     "actor_learning_rate": "training.lr",
+    "engine.fast": "model.plain",
+    "model.fuse": "model.plain",
+    "training.share_prompts": "model.plain",
+    "engine.guesses": "engine.speculation",
 }
-"""What other frameworks call a setting, by its last name, or by the last two where one says too little."""
+"""What others, or earlier versions, call a setting: by its last name, or by the last two where one says too little."""
 
 _REASONS = {
     "backend use_vllm vllm vllm_mode vllm_num_engines sglang": "Kitae samples with an engine of its own",
@@ -100,6 +104,7 @@ _REASONS = {
     "relays": "engines fetch weights from the trainer itself: cluster.transport",
     "optim optimizer": "the optimizer is AdamW",
     "max_prompt_length prompt_max_len": "prompts may be as long as the model's context",
+    "engine.page_size engine.threads training.logit_chunk": "Kitae decides it by itself",
     "engine.one_kernel": "the engine decodes small batches with the kernels of kitae/kernels/cuda/small_batch.py",
 }
 

@@ -125,6 +125,7 @@ class RLConfig(Root):
     def contradictions(self) -> Iterator[str]:
         yield from rules.groups(self.algorithm, self.training)
         yield from rules.sizes(self.algorithm, self.training, self.sampling)
+        yield from rules.plain(self.model, self.engine)
         yield from rules.exact(self.model, self.engine)
         yield from rules.reference(self.algorithm, self.model)
         yield from rules.routing(self.algorithm, self.training, self.cluster, self.engine)

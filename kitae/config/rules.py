@@ -49,12 +49,16 @@ def sizes(a: AlgorithmConfig, t: TrainingConfig, sampling: SamplingConfig) -> It
         )
 
 
+def plain(model: ModelConfig, engine: EngineConfig) -> Iterator[str]:
+    if model.plain and engine.weights_dtype != "model":
+        yield f"model.plain needs engine.weights_dtype = 'model', got {engine.weights_dtype!r}: it has no kernels"
+
+
 def exact(model: ModelConfig, engine: EngineConfig) -> Iterator[str]:
     if not model.exact:
         return
-    if not engine.fast or not model.fuse:
-        key = "engine.fast" if not engine.fast else "model.fuse"
-        yield f"model.exact runs on kernels of its own, got {key} = false, which asks for none"
+    if model.plain:
+        yield "model.exact runs on kernels of its own, got model.plain = true, which asks for none"
     if engine.cache_dtype != "model":
         yield f"model.exact needs engine.cache_dtype = 'model', got {engine.cache_dtype!r}: 8 bits are not exact"
     if engine.weights_dtype != "model":

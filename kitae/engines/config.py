@@ -9,8 +9,8 @@ from pydantic import Field, model_validator
 from kitae.section import Section
 
 _HERE = ("127.0.0.1", "localhost", "::1")
-_OF_STARTED = ("count", "threads", "memory_gb", "max_batch", "prefill_tokens", "fast", "server_args")
-_OF_AN_ENGINE = ("page_size", "host_memory_gb", "cache_dtype", "weights_dtype")
+_OF_STARTED = ("count", "memory_gb", "max_batch", "prefill_tokens", "server_args")
+_OF_AN_ENGINE = ("host_memory_gb", "cache_dtype", "weights_dtype")
 
 
 class SamplingConfig(Section):
@@ -45,18 +45,12 @@ class EngineConfig(Section):
         description="Share of the rollouts whose log-probs the trainer computes again, to find an engine that serves "
         "other weights than it says; not set: 0.05 with engine.urls, else 0.",
     )
-    threads: int = Field(
-        0,
-        ge=0,
-        description="Processor cores of each engine in its own process, the trainer has the others; 0: half for all.",
-    )
     sync: Literal["full", "delta"] = Field(
         "full", description="What an engine in its own process is sent: all weights, or those that changed."
     )
     memory_gb: float = Field(1.0, gt=0, description="Memory of the key-value cache.")
     max_batch: int = Field(256, ge=1, description="Most sequences decoded together.")
     prefill_tokens: int = Field(2048, ge=16, description="Most prompt tokens computed in one step.")
-    page_size: int = Field(16, ge=1, le=256, description="Tokens in one page of the cache.")
     cache_dtype: Literal["model", "int8"] = Field(
         "model",
         description="Keys and values in the cache: as the model computes them, or in 8 bits, with a scale for each "
@@ -85,14 +79,11 @@ class EngineConfig(Section):
         "are merged into: as fast as without LoRA, for the memory of the adapted weights. false: adapters are computed "
         "beside them.",
     )
-    guesses: int = Field(
-        4,
-        ge=0,
-        le=15,
-        description="Tokens that each of a few sequences guesses in a step: what followed its last words when they "
-        "stood in its text before. They are kept where sampling agrees, so answers are the same ones, sooner.",
+    speculation: bool = Field(
+        True,
+        description="N-gram speculative decoding where few sequences are decoded: tokens that followed the same words "
+        "earlier in a sequence are drafted, and kept where sampling agrees. Answers are the same ones, sooner.",
     )
-    fast: bool = Field(True, description="Use compiled kernels where they can be built; false: plain torch.")
 
     @model_validator(mode="after")
     def _coherent(self) -> Self:
@@ -128,17 +119,11 @@ class EngineConfig(Section):
         yield from self._about_servers() if self.serves else self._without_servers()
 
     def _without_servers(self) -> Iterator[str]:
-        if self.weights_dtype == "float8":
-            yield from self._with_eights()
+        if self.weights_dtype == "float8" and not self.merge_adapters:
+            yield "engine.weights_dtype = 'float8' needs engine.merge_adapters = true, got false: it has copies"
         for name in ("server", "server_args", "urls", "weights_folder"):
             if value := getattr(self, name):
                 yield f"engine.{name} needs engine.kind = 'vllm' or 'sglang', got {value!r} with {self.kind!r}"
-
-    def _with_eights(self) -> Iterator[str]:
-        if not self.fast:
-            yield "engine.weights_dtype = 'float8' needs engine.fast = true, got false"
-        if not self.merge_adapters:
-            yield "engine.weights_dtype = 'float8' needs engine.merge_adapters = true, got false: it has copies"
 
     def _about_servers(self) -> Iterator[str]:
         if bool(self.server) == bool(self.urls):
@@ -162,8 +147,6 @@ class EngineConfig(Section):
         for name in _OF_AN_ENGINE:
             if (value := getattr(self, name)) != type(self).model_fields[name].default:
                 yield f"engine.{name} is not set for a server (engine.server_args can), got {value!r}"
-        if not self.merge_adapters:
-            yield f"engine.merge_adapters = false is for Kitae's own engines, got engine.kind = {self.kind!r}"
-        for name in ("guesses",):
-            if (value := getattr(self, name)) != type(self).model_fields[name].default:
-                yield f"engine.{name} is for Kitae's own engines, got {value!r} with engine.kind = {self.kind!r}"
+        for name in ("merge_adapters", "speculation"):
+            if not getattr(self, name):
+                yield f"engine.{name} = false is for Kitae's own engines, got engine.kind = {self.kind!r}"

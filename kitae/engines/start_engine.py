@@ -82,7 +82,7 @@ def _process(order: EngineOrder, number: int, cores: Sequence[int]) -> ProcessEn
         order.model,
         order.config,
         order.board or EmptyBoard(),
-        threads=len(cores) or order.config.threads or None,
+        threads=len(cores) or None,
         cores=cores or None,
         version=order.version,
         cluster=order.cluster,
@@ -126,21 +126,21 @@ KINDS: dict[str, Callable[[EngineOrder], Awaitable[Engine]]] = {
 def _own_cores(model: ModelConfig, config: EngineConfig) -> list[list[int]]:
     """Those of each engine on this machine; the trainer computes with the others from now on."""
     available = sorted(os.sched_getaffinity(0)) if pick_device(model.device).type == "cpu" else []
-    rest, shares = share_cores(available, config.count, config.threads)
+    rest, shares = share_cores(available, config.count)
     if rest:
         torch.set_num_threads(len(rest))
     return shares
 
 
-def share_cores(cores: Sequence[int], engines: int, threads: int) -> tuple[list[int], list[list[int]]]:
-    """The cores of the trainer and of each engine: `threads` for an engine (0: half of all for all of them), from the
-    end; at least one is left for the trainer, and where there are too few, engines share theirs.
+def share_cores(cores: Sequence[int], engines: int) -> tuple[list[int], list[list[int]]]:
+    """The cores of the trainer and of each engine. All engines together get the last half of the cores, at least one
+    each; one core is left for the trainer, and where there are too few, engines share theirs.
 
     Nothing is assigned (empty lists) where there are not two cores.
     """
     if len(cores) < 2:
         return [], [[]] * engines
-    each = threads or max(1, len(cores) // 2 // engines)
+    each = max(1, len(cores) // 2 // engines)
     used = min(each * engines, len(cores) - 1)
     rest, own = list(cores[: len(cores) - used]), cores[len(cores) - used :]
     each = min(each, used)

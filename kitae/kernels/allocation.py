@@ -23,7 +23,7 @@ _MASTER = "kitae_master"  # goes with the parameter, and is gone with it
 
 @functools.cache
 def keep_freed_memory() -> bool:
-    """Tell glibc to reuse large blocks instead of returning them. Elsewhere nothing happens."""
+    """Make glibc reuse large blocks instead of returning them to the system. With other C libraries nothing happens."""
     if not _is_glibc():
         return False
     mallopt = ctypes.CDLL(None).mallopt
@@ -37,9 +37,11 @@ def keep_freed_memory() -> bool:
 
 
 @contextmanager
-def loaded() -> "Iterator[None]":
-    """What is there already is left out when Python looks for garbage meanwhile. With models loaded, one such search
-    would keep all threads waiting for a quarter of a second or more, the one that decodes too."""
+def gc_frozen() -> "Iterator[None]":
+    """A context in which the garbage collector ignores all objects that existed before it.
+
+    With models loaded, one full collection would stop all threads for a quarter of a second or more, the engine's too.
+    """
     gc.collect()
     gc.freeze()
     try:
@@ -53,7 +55,7 @@ def _is_glibc() -> bool:
 
 
 def return_freed_memory() -> None:
-    """Give back what is free now, with holes of it between what is not: whoever comes next may need other sizes."""
+    """Return free memory to the system, also between blocks in use: the next user may need blocks of other sizes."""
     if _is_glibc():
         ctypes.CDLL(None).malloc_trim(0)
 
@@ -64,7 +66,7 @@ def give_back(tensor: "Tensor") -> None:
 
 
 def take_again(tensor: "Tensor") -> None:
-    """Memory for a tensor whose own was given back: elsewhere, with anything in it. Else nothing happens."""
+    """Allocate memory for a tensor whose own was freed by `give_back`; its contents are undefined."""
     if not tensor.untyped_storage().nbytes():
         tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size())
 
@@ -83,7 +85,7 @@ def together(parameters: "Sequence[Tensor]") -> "Tensor | None":
 
 
 def joined(parameters: "Sequence[Tensor]") -> "Tensor":
-    """The tensors, one after the other along the first dimension: a view if they lie so in memory, else a copy."""
+    """The tensors joined along the first dimension: a view if they lie so in memory, else a copy."""
     import torch
 
     view = together(parameters)
@@ -102,9 +104,9 @@ def lay_together(parameters: "Sequence[Tensor]") -> "Tensor":
 
 
 def set_master(parameter: "Tensor", master: "Tensor | Rest") -> None:
-    """From now on kernels may add gradients of the parameter to that of its fp32 master directly.
+    """Let kernels add gradients of the parameter directly to the gradient of its fp32 master from now on.
 
-    master: on the same device; the parameter may be its own.
+    The master is on the same device; the parameter may be its own master.
     """
     vars(parameter)[_MASTER] = None if master is parameter else master  # a tensor that knows itself is freed late
 
@@ -118,18 +120,20 @@ def has_master(parameter: "Tensor") -> bool:
 
 
 def keep(ctx: Any, *tensors: "Tensor | None") -> None:
-    """For the backward pass of a function, which gets them from `kept`."""
+    """Save tensors for the backward pass of an autograd function, which reads them with `kept`."""
     ctx.save_for_backward(*tensors)
     ctx.with_masters = {i: t for i, t in enumerate(tensors) if t is not None and has_master(t)}
 
 
 def kept(ctx: Any) -> "list[Tensor]":
-    """What `keep` kept. Where activations are computed again, torch has others in the place of parameters, which know
-    no master: here they are themselves."""
+    """The tensors that `keep` saved. Parameters with a master are the very same objects.
+
+    Where activations are recomputed, torch would return other tensors in their place, which have no master.
+    """
     import torch
 
     if torch.is_grad_enabled():
-        raise RuntimeError("fused modules have no second derivative (create_graph = True), model.fuse = false has")
+        raise RuntimeError("fused modules have no second derivative (create_graph = True), model.plain = true has")
     return [ctx.with_masters.get(i, t) for i, t in enumerate(ctx.saved_tensors)]
 
 
@@ -146,8 +150,10 @@ def gradient_of(parameter: "Tensor") -> "Tensor | None":
 
 
 def gradient_over(parameters: "Sequence[Tensor]") -> "tuple[Tensor, bool] | None":
-    """Of the parameters' masters, the fp32 gradients as one tensor, one after the other along the first dimension, and
-    whether there is something in it yet. None: one has no master or does not learn, or the gradients do not lie so."""
+    """The fp32 gradients of the parameters' masters as one tensor along the first dimension, and whether it is filled.
+
+    None if a parameter has no master or does not learn, or if the gradients do not lie next to each other.
+    """
     import torch
 
     if not all(has_master(p) and p.requires_grad for p in parameters):
@@ -164,7 +170,7 @@ def gradient_over(parameters: "Sequence[Tensor]") -> "tuple[Tensor, bool] | None
 
 
 def add_gradient(parameter: "Tensor", part: "Tensor") -> "Tensor | None":
-    """The gradient of a parameter for autograd; None: it has been added where it belongs."""
+    """The gradient of a parameter for autograd; None if it has been added to that of the parameter's master."""
     into = gradient_of(parameter)
     if into is None:
         return part.to(parameter.dtype)

@@ -1,8 +1,8 @@
-"""The doors of the kernels, typed: what callers may ask of a device, and what it may lack.
+"""The interfaces of the kernels: which functions callers may ask of a device, and which of them it may lack.
 
-Each door is a protocol with one signature, and its docstring is the contract for every device. A record holds the doors
-that a device has for one dtype; a door that only some devices have is `… | None` in it. None means: use plain torch.
-`kitae.kernels.devices` gives the records. This module imports no implementation.
+Each function is a protocol with one signature, and its docstring is the contract for every device. A record holds the
+functions that a device has for one dtype; one that only some devices have is `… | None` in it. None means: use plain
+torch. `kitae.kernels.devices` returns the records. This module imports no implementation.
 
 Legend: T rows (tokens of a packed row), H width of the model, D head dimension, V vocabulary; of mixtures E experts, K
 that one token gets, I inner width of one.
@@ -44,7 +44,7 @@ class Rotary(Protocol):
 
 class Linears(Protocol):
     def __call__(self, x: Tensor, *modules: Linear) -> tuple[Tensor, ...]:
-        """What each of the linear layers makes of x, differentiable."""
+        """The outputs of several linear layers with the same input x, differentiable."""
 
 
 class SwigluLinear(Protocol):
@@ -53,7 +53,7 @@ class SwigluLinear(Protocol):
 
 
 class GateLimits(NamedTuple):
-    """`GateLimits(gate_up_bias, down_bias, alpha=1.702, limit=7.0)`: what the experts of gpt-oss have beside others.
+    """`GateLimits(gate_up_bias, down_bias, alpha=1.702, limit=7.0)`: biases and limits of the experts of gpt-oss.
 
     Both products have a bias, `[E, 2 I]` and `[E, H]`. Gate is at most `limit`, up within ±`limit`, and they make
     `(up + 1) * gate * sigmoid(alpha * gate)`. They lie in turn, and weights the other way round: `[E, H, 2 I]`,
@@ -98,14 +98,17 @@ class NormedQkv(Protocol):
     ) -> tuple[Tensor, ...]:
         """x, and q, k and v `[T, heads, D]` of the norm of x `[T, H]`, q and k rotated; differentiable.
 
-        norm: weight and epsilon. Rows of q, k and v are strided. All three layers have a bias, or none has. heads: what
-        q and k are normed with before.
+        norm: weight and epsilon. Rows of q, k and v are strided. All three layers have a bias, or none has. heads: the
+        norms of q and k before they are rotated.
         """
 
 
 class NormedPair(Protocol):
     def __call__(self, x: Tensor, y: Tensor, norm: tuple[Tensor, float], *modules: Linear) -> tuple[Tensor, ...]:
-        """x + y, and what two linear layers without bias make of its norm; differentiable. norm: weight and epsilon."""
+        """x + y, and the outputs of two linear layers without bias for its norm; differentiable.
+
+        norm: weight and epsilon.
+        """
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -120,7 +123,7 @@ class LayerKernels:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ModuleKernels:
-    """What the modules of a model are fused with. Exact mode uses norms and gates alone."""
+    """The functions that replace modules of a model (`kitae.models.fuse`). Exact mode uses norms and gates alone."""
 
     rms_norm: RmsNorm
     swiglu: Swiglu
@@ -178,7 +181,7 @@ class SoftmaxBackward(Protocol):
 
 
 class SpanTable:
-    """The spans of a packed row, and what kernels make of them for a device: once, for all layers.
+    """The spans of a packed row, and the tables that kernels make of them on a device, once for all layers.
 
     bounds `[n, 4]`, int64, on the host: start, length, start of the prefix, its length. A span sees its prefix, which
     lies before it, and, causally, itself; each row belongs to one span.
@@ -238,13 +241,13 @@ class AttendSpansBackward(Protocol):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Gradients of q, k and v, side by side in one tensor `[T, Hq + 2 Hkv, D]`, and of sinks, where there are any.
 
-        From that of the output.
+        grad: the gradient of the output.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class AdamWPace:
-    """`AdamWPace(step=3, rate=1e-5, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1)`: of a step, counted from 1."""
+    """The numbers of one step, counted from 1: `AdamWPace(3, 1e-5, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1)`."""
 
     step: int
     rate: float
@@ -254,19 +257,19 @@ class AdamWPace:
 
     @property
     def decay(self) -> float:
-        """What is left of a weight before the step."""
+        """The factor of weight decay, which is applied to a weight before the step."""
         return 1 - self.rate * self.weight_decay
 
     @property
     def corrections(self) -> tuple[float, float]:
-        """Of the mean and of the root of the square, which begin at 0: both are divided by them."""
+        """The divisors of the mean and of the root of the square, which correct that both begin at 0."""
         return 1 - self.betas[0] ** self.step, math.sqrt(1 - self.betas[1] ** self.step)
 
 
 class AdamWPart(NamedTuple):
-    """A weight, and what belongs to it. parameter: fp32; or bfloat16, and `rest` is what it lacks of its fp32 master.
+    """A weight with its gradient and moments.
 
-    rest: int16, see `kitae.kernels.masters`.
+    parameter: fp32, or bfloat16 with `rest`, int16, the difference to its fp32 master (`kitae.kernels.masters`).
     """
 
     parameter: Tensor
@@ -287,7 +290,7 @@ class AdamWStep(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SoftmaxKernels:
-    """The middle of attention that holds its scores: where flash attention is, nobody needs it."""
+    """The softmax of attention that holds all its scores; a device with flash attention does not need it."""
 
     forward: CausalSoftmax
     backward: SoftmaxBackward
@@ -308,7 +311,7 @@ class SpanKernels:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TrainingKernels:
-    """The doors of the training step on one device."""
+    """The functions of the training step on one device."""
 
     modules: ModuleKernels
     row_statistics: RowStatistics
@@ -350,7 +353,7 @@ class Draw(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecodingKernels:
-    """The doors of a decoding step that runs the policy's own modules."""
+    """The functions of a decoding step that runs the policy's own modules."""
 
     attend: AttendPages
     sample: Draw

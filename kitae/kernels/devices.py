@@ -19,7 +19,7 @@ def has_triton() -> bool:
 
 
 def training_kernels(device: torch.device, dtype: torch.dtype) -> TrainingKernels | None:
-    """The doors of the training step; None: use plain torch."""
+    """The functions of the training step; None: use plain torch."""
     if device.type == "cuda" and dtype in _DTYPES and has_triton():
         from kitae.kernels.cuda import training as cuda_training
 
@@ -32,5 +32,5 @@ def training_kernels(device: torch.device, dtype: torch.dtype) -> TrainingKernel
 
 
 def decoding_kernels(device: torch.device, dtype: torch.dtype, head_dim: int) -> DecodingKernels | None:
-    """The doors of a decoding step; None: use plain torch. GPUs have a step of their own, see `kitae.kernels.cuda`."""
+    """The functions of a decoding step; None: use plain torch. GPUs have a step of their own (`kitae.kernels.cuda`)."""
     return ops.DECODING if ops.available(device, dtype, head_dim) else None

@@ -28,8 +28,10 @@ def unit_of(weight: Tensor) -> Tensor:
 
 
 def unit_of_normed(norm: Norm) -> Tensor:
-    """A unit with which no normed row overflows: a number of a row is at most √H times the root of its mean square,
-    whatever the row, and times the largest gain after that."""
+    """A unit with which no normed row overflows.
+
+    A number of a row is at most √H times the root of the row's mean square, and the norm multiplies it by its gain.
+    """
     gain = norm.weight.detach().float() + (1.0 if norm.rule == NormRule.LATE_PLUS_ONE else 0.0)
     return gain.abs().amax().mul(math.sqrt(len(gain)) / LARGEST).clamp(min=_SMALLEST)
 

@@ -17,7 +17,10 @@ from torch import Tensor
 
 @dataclass(slots=True, eq=False)
 class Rest:
-    """What a parameter lacks of its master, int16; grad: the master's, fp32. It does not know its parameter."""
+    """The difference of a master to its parameter, int16, and the master's gradient, fp32.
+
+    It holds no reference to the parameter.
+    """
 
     bits: Tensor
     grad: Tensor | None = None
@@ -31,6 +34,6 @@ def split(master: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def whole(parameter: Tensor, rest: Tensor) -> Tensor:
-    """The inverse."""
+    """The fp32 master: the inverse of `split`."""
     upper = parameter.detach().view(torch.int16).to(torch.int32)
     return ((upper << 16) + rest).view(torch.float32)

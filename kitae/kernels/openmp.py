@@ -1,8 +1,8 @@
 """Threads of OpenMP, which compute in parallel on a CPU.
 
-Each thread of ours that computes gets a team of its own, and keeps it. While there are more of them than cores, those
-of all teams sleep between any two kernels, also where only one team works: waking them up took a seventh of a training
-step on two cores. So who is going to wait for others dismisses its team first; the next kernel makes another.
+Each thread that computes gets a team of OpenMP threads and keeps it. While there are more of them than cores, the
+threads of all teams sleep between any two kernels, even if only one team works: waking them up took a seventh of a
+training step on two cores. So a thread that is going to wait dismisses its team first; its next kernel makes another.
 """
 
 import ctypes
@@ -22,6 +22,6 @@ def dismiss_team() -> None:
 
 @functools.cache
 def _pause() -> Callable[[int], Any]:
-    """Of the runtime that torch has loaded, which our own kernels use too; older ones cannot do it."""
+    """The function of the runtime that torch has loaded, which Kitae's kernels use too; older runtimes lack it."""
     library = ctypes.CDLL(torch._C.__file__)
     return getattr(library, "omp_pause_resource_all", lambda _: None)

@@ -165,7 +165,7 @@ def load_scalar(config: ModelConfig, seed: int = 0) -> "ScalarModel":
 
         torch.manual_seed(seed)
         base = add_lora(base, config)
-    policy = Policy(base, load_tokenizer(config)[0], config.path)
+    policy = Policy(base, load_tokenizer(config)[0], config.path, plain=config.plain)
     policy.check_layers()
     model = ScalarModel(policy, bias=head.bias is not None)
     with torch.no_grad():

@@ -19,8 +19,10 @@ class ModelConfig(Section):
         "auto", description="auto: bfloat16 where the hardware can compute in it, and float32 where it cannot."
     )
     device: str = Field("auto", description="auto, cpu, cuda, cuda:1 …")
-    fuse: bool = Field(
-        True, description="Run norms, gated MLPs and experts through compiled kernels where they can be built."
+    plain: bool = Field(
+        False,
+        description="For comparisons: sample and train with the modules of transformers and plain torch, without "
+        "Kitae's kernels, and compute a prompt again for each of its samples in training.",
     )
     exact: bool = Field(
         False,

@@ -1,17 +1,15 @@
-"""Run the slow small modules of a model through compiled kernels, where that is exact: norms, gated MLPs, experts,
-rotary.
+"""Replace the forward passes of norms, gated MLPs, experts, attention and whole layers by compiled kernels.
 
-Whole decoder layers of the Llama family become one function, whose norms are not kept for the backward pass, and whose
-weights are laid together where one product uses them.
-A module is replaced only after its own forward pass and the fused one agreed on a probe, so an unknown variant (a
-norm that adds 1 to its weight, say) simply stays as it is. Parameters, names and saved models do not change.
+Whole decoder layers of the Llama family become one function, whose norms are not kept for the backward pass, and
+whose weights are laid together where one product uses them. A module is replaced only after its own forward pass and
+the fused one agreed on a probe, so an unknown variant (a norm that adds 1 to its weight, say) simply stays as it is.
+Parameters, names and saved models do not change.
 """
 
 import functools
 import inspect
-import math
 from types import MethodType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,20 +17,19 @@ from torch import Tensor, nn
 from kitae.kernels.allocation import has_master, lay_together
 from kitae.kernels.base import GateLimits, HeadNorms, LayerKernels, ModuleKernels
 from kitae.kernels.devices import training_kernels
-from kitae.kernels.norms import Norm, NormRule
+from kitae.kernels.norms import NormRule
 from kitae.models.attention_seam import masked_attention
-from kitae.models.lora import plain_part
-from kitae.models.routing import is_router, takes_largest
+from kitae.models.layer_kinds import LIMITED_EXPERTS, are_plain, has_limit, is_llama_layer, is_silu, norm_of
 
 
 def fuse(model: nn.Module, device: torch.device, dtype: torch.dtype) -> int:
-    """Replace what can be replaced by kernels of the device; returns how many modules were."""
+    """Replace what kernels of the device can compute; returns how many modules were replaced."""
     kernels = training_kernels(device, dtype)
     return 0 if kernels is None else fuse_with(kernels.modules, model)
 
 
 def fuse_with(kernels: ModuleKernels, model: nn.Module) -> int:
-    """The same, with these kernels only. Embeddings and linear layers do not count: what they compute is the same."""
+    """The same with these kernels. Embeddings and linear layers do not count, since they compute the same as before."""
     for module in model.modules():
         _direct_embedding(module, kernels)
         _direct_linear(module, kernels)
@@ -41,7 +38,7 @@ def fuse_with(kernels: ModuleKernels, model: nn.Module) -> int:
 
 
 def unfuse(model: nn.Module) -> None:
-    """Let modules that are made of others run as their classes define them again; norms stay fused."""
+    """Undo the replacement of modules that are made of others; norms stay fused."""
     for module in model.modules():
         fused = vars(module).get("forward")
         if fused is not None and fused.__func__.__module__ == __name__ and any(module.children()):
@@ -64,13 +61,13 @@ def _fuse_mlp(module: Any, kernels: ModuleKernels) -> bool:
     parts = ("gate_proj", "up_proj", "down_proj", "act_fn")
     if not all(hasattr(module, part) for part in parts) or not isinstance(module.gate_proj, nn.Module):
         return False
-    if not _is_silu(module.act_fn) or _has_limit(module):
+    if not is_silu(module.act_fn) or has_limit(module):
         return False
 
     def forward(self: Any, x: Tensor) -> Any:
         gate_up = self.gate_proj, self.up_proj
         gate, up = _project(x, gate_up, layers)
-        if layers is not None and _are_plain(*gate_up, self.down_proj) and self.down_proj.bias is None:
+        if layers is not None and are_plain(*gate_up, self.down_proj) and self.down_proj.bias is None:
             return layers.swiglu_linear(gate, up, self.down_proj.weight)
         return self.down_proj(kernels.swiglu(gate, up))
 
@@ -98,17 +95,17 @@ def _fuse_experts(module: Any, kernels: ModuleKernels) -> bool:
     def forward_limited(self: Any, hidden_states: Tensor, router_indices: Tensor, routing_weights: Tensor) -> Any:
         return forward(self, hidden_states, router_indices, routing_weights)
 
-    names = _LIMITED if limited else _LIMITED[:2]
+    names = LIMITED_EXPERTS if limited else LIMITED_EXPERTS[:2]
     dtype, width = module.gate_up_proj.dtype, module.gate_up_proj.shape[1 if limited else 2]
     return _swap_if_equal_experts(module, forward_limited if limited else forward, width)
 
 
 def _are_experts(module: Any) -> bool:
-    """By names and shapes: what is computed with them, a probe must tell."""
+    """Whether names and shapes of the weights are those of gated experts; a probe must show what they compute."""
     parameters = dict(module.named_parameters())
-    if parameters.keys() != {"gate_up_proj", "down_proj"} or not _is_silu(getattr(module, "act_fn", None)):
+    if parameters.keys() != {"gate_up_proj", "down_proj"} or not is_silu(getattr(module, "act_fn", None)):
         return False
-    if _has_limit(module):
+    if has_limit(module):
         return False
     gate_up, down = parameters["gate_up_proj"], parameters["down_proj"]
     if gate_up.dim() != 3 or not (gate_up.is_contiguous() and down.is_contiguous()):
@@ -120,9 +117,9 @@ def _are_experts(module: Any) -> bool:
 
 
 def _are_limited_experts(module: Any) -> bool:
-    """As gpt-oss has them."""
+    """Whether names and shapes of the weights are those of the experts of gpt-oss."""
     parameters = dict(module.named_parameters())
-    if parameters.keys() != set(_LIMITED) or not {"alpha", "limit"} <= vars(module).keys():
+    if parameters.keys() != set(LIMITED_EXPERTS) or not {"alpha", "limit"} <= vars(module).keys():
         return False
     given = [*inspect.signature(type(module).forward).parameters]
     return (
@@ -133,7 +130,7 @@ def _are_limited_experts(module: Any) -> bool:
 
 
 def _fuse_attention(module: Any, kernels: ModuleKernels) -> bool:
-    """Projections, rotary in one kernel, and the context: what the attention modules of the Llama family do."""
+    """Attention modules of the Llama family: projections, rotary as one kernel, and the context's attention."""
     children = {name for name, _ in module.named_children()} - {"q_norm", "k_norm"}
     rotary = kernels.rotary
     if children != {"q_proj", "k_proj", "v_proj", "o_proj"} or rotary is None:
@@ -166,7 +163,7 @@ def _fuse_attention(module: Any, kernels: ModuleKernels) -> bool:
 
 
 def _direct_embedding(module: Any, kernels: ModuleKernels) -> None:
-    """Plain ones, and those times a number (Gemma), add their gradient where it belongs; others may do more."""
+    """Let embeddings, plain or multiplied (Gemma), add their gradient to that of the master; others may do more."""
     embedding = kernels.embedding
     scaled = isinstance(getattr(module, "embed_scale", None), Tensor)
     if embedding is None or not (type(module) is nn.Embedding or (isinstance(module, nn.Embedding) and scaled)):
@@ -186,7 +183,7 @@ def _direct_embedding(module: Any, kernels: ModuleKernels) -> None:
 
 
 def _direct_linear(module: Any, kernels: ModuleKernels) -> None:
-    """So do linear layers that are in no function with others."""
+    """Let a linear layer that is fused with no other add its gradient to that of the master."""
     layers = kernels.layers
     if layers is None or kernels.embedding is None or type(module) is not nn.Linear:
         return
@@ -198,7 +195,7 @@ def _direct_linear(module: Any, kernels: ModuleKernels) -> None:
 
 
 def _fuse_layer(module: Any, kernels: ModuleKernels) -> bool:
-    """A decoder layer as `is_llama_layer` knows it; with an adapter in it, it runs as the class defines it."""
+    """A layer of which `is_llama_layer` holds. Once it gets an adapter, it runs as its class defines it."""
     layers = kernels.layers
     if layers is None or not is_llama_layer(module) or not _has_known_heads(module.self_attn):
         return False
@@ -207,7 +204,7 @@ def _fuse_layer(module: Any, kernels: ModuleKernels) -> bool:
     def forward(self: Any, hidden_states: Tensor, **given: Any) -> Any:
         attn, mlp = self.self_attn, self.mlp
         of_attention = attn.q_proj, attn.k_proj, attn.v_proj, attn.o_proj
-        if not _are_plain(*of_attention, mlp.gate_proj, mlp.up_proj, mlp.down_proj):
+        if not are_plain(*of_attention, mlp.gate_proj, mlp.up_proj, mlp.down_proj):
             return type(self).forward(self, hidden_states, **given)
         if _recomputes_itself(self):
             return self._gradient_checkpointing_func(functools.partial(compute, self, **given), hidden_states)
@@ -260,7 +257,7 @@ def _head_norms(attn: Any) -> HeadNorms | None:
 
 
 def _has_known_heads(attn: Any) -> bool:
-    """Without norms, or with one of each head that rounds as Llama's do."""
+    """Whether queries and keys have no norms, or norms of each head that round as Llama's do."""
     if not hasattr(attn, "q_norm"):
         return True
     q, k = norm_of(attn.q_norm), norm_of(attn.k_norm)
@@ -270,219 +267,23 @@ def _has_known_heads(attn: Any) -> bool:
 
 
 def _recomputes_itself(layer: Any) -> bool:
-    """Whether activations are computed again, and `forward` must see to it: transformers 5.23 does in that of the
-    class, which a fused one replaces; older ones do around the call, whatever `forward` is."""
+    """Whether `forward` itself must recompute activations.
+
+    transformers 5.23 does it in the `forward` of the class, which a fused one replaces; older versions do it around the
+    call, whatever `forward` is.
+    """
     around = type(layer).__call__ is not nn.Module.__call__
     return layer.training and getattr(layer, "gradient_checkpointing", False) and not around
 
 
-_LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
-_NORMS = {"q_norm", "k_norm"}
-_LIMITED = ("gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias")
-_DROPOUTS = {"resid_attn_dropout", "resid_mlp_dropout"}
-
-
-def is_llama_layer(layer: Any, *, adapted: bool = False) -> bool:
-    """RMSNorm before attention and MLP, linear layers, biases of q, k and v or of none, gated SiLU MLP.
-
-    Queries and keys may have norms; `adapted`: linear layers, adapters that add to their weights. What it computes
-    besides, a probe must tell.
-    """
-    return _is_llama_but_for_mlp(layer, adapted) and _is_gated(layer.mlp, adapted)
-
-
-def is_mixture_layer(layer: Any, *, adapted: bool = False) -> bool:
-    """The same with experts for an MLP (Mixtral, Qwen3-MoE): a router that is a product and a softmax, gated SiLU."""
-    return _is_llama_but_for_mlp(layer, adapted) and _is_mixture(layer.mlp)
-
-
-def is_packed_layer(layer: Any) -> bool:
-    """As `is_llama_layer`, with one weight for q, k and v, and one for gate and up (Phi-3)."""
-    if _children(layer) - _DROPOUTS != _LAYER:
-        return False
-    attn, mlp = layer.self_attn, layer.mlp
-    if _children(attn) != {"qkv_proj", "o_proj"} or _children(mlp) != {"gate_up_proj", "down_proj", "activation_fn"}:
-        return False
-    linear = [attn.qkv_proj, attn.o_proj, mlp.gate_up_proj, mlp.down_proj]
-    norms = [layer.input_layernorm, layer.post_attention_layernorm]
-    return (
-        _are_linear(linear, adapted=True)
-        and all(m.bias is None for m in linear)
-        and all(map(is_rms_norm, norms))
-        and _is_silu(mlp.activation_fn)
-        and not _has_limit(mlp)
-    )
-
-
-class Halves(NamedTuple):
-    """Names of the norms of a layer; None: there is no norm."""
-
-    before_attention: str | None
-    after_attention: str | None
-    before_mlp: str | None
-    after_mlp: str | None
-
-
-_HALVES = (
-    Halves("input_layernorm", None, "post_attention_layernorm", None),  # Llama
-    Halves("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"),
-    Halves(None, "post_attention_layernorm", None, "post_feedforward_layernorm"),  # OLMo 2; above, Gemma 2
-)
-
-
-def halves_of(layer: Any) -> Halves | None:
-    """Which norms a decoder layer has, by their names; None: others than are known."""
-    names = _children(layer) - {"self_attn", "mlp"} - _DROPOUTS
-    return next((halves for halves in _HALVES if names == set(filter(None, halves))), None)
-
-
-def is_known_layer(layer: Any) -> bool:
-    """Of the kinds that the fused decoder has kernels for: `is_llama_layer`, with adapters, and what is like it.
-
-    There may be norms of what attention and MLP return, a bias after attention, GELU for SiLU, experts (also those of
-    gpt-oss), norms of queries and keys over all heads, and norms that add 1 to their weight. What it computes besides,
-    a probe must tell.
-    """
-    halves = halves_of(layer) if {"self_attn", "mlp"} <= _children(layer) else None
-    if halves is None or any(norm_of(getattr(layer, name)) is None for name in halves if name):
-        return False
-    attn, mlp = layer.self_attn, layer.mlp
-    if is_packed_layer(layer):
-        return True
-    if _children(attn) - _NORMS != {"q_proj", "k_proj", "v_proj", "o_proj"}:
-        return False
-    linear = [attn.q_proj, attn.k_proj, attn.v_proj, attn.o_proj]
-    norms = [getattr(attn, name) for name in _NORMS if hasattr(attn, name)]
-    return (
-        _are_linear(linear, adapted=True)
-        and len({m.bias is None for m in linear[:3]}) == 1
-        and all(norm_of(norm) is not None for norm in norms)
-        and len(norms) in (0, 2)
-        and (_is_gated(mlp, adapted=True, gelu=True) or _is_mixture(mlp) or is_limited_mixture(mlp))
-    )
-
-
-def _is_llama_but_for_mlp(layer: Any, adapted: bool) -> bool:
-    if _children(layer) != _LAYER or _children(layer.self_attn) - _NORMS != {"q_proj", "k_proj", "v_proj", "o_proj"}:
-        return False
-    attn = layer.self_attn
-    linear = [attn.q_proj, attn.k_proj, attn.v_proj, attn.o_proj]
-    norms = [layer.input_layernorm, layer.post_attention_layernorm]
-    norms += [getattr(attn, n) for n in _NORMS if hasattr(attn, n)]
-    return (
-        _are_linear(linear, adapted)
-        and attn.o_proj.bias is None
-        and len({m.bias is None for m in linear[:3]}) == 1
-        and all(map(is_rms_norm, norms))
-        and len(norms) in (2, 4)
-    )
-
-
-def _is_gated(mlp: Any, adapted: bool, *, gelu: bool = False) -> bool:
-    """gelu: that may be in the place of SiLU."""
-    if _children(mlp) != {"gate_proj", "up_proj", "down_proj", "act_fn"}:
-        return False
-    linear = [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
-    known = _is_silu(mlp.act_fn) or (gelu and is_gelu(mlp.act_fn))
-    return _are_linear(linear, adapted) and all(m.bias is None for m in linear) and known and not _has_limit(mlp)
-
-
-def _are_linear(modules: list[Any], adapted: bool) -> bool:
-    return all(plain_part(m) is not None for m in modules) if adapted else _are_plain(*modules)
-
-
-def _is_mixture(mlp: Any) -> bool:
-    if _children(mlp) != {"gate", "experts"} or not is_router(mlp.gate):
-        return False
-    weights = [{name for name, _ in part.named_parameters()} for part in (mlp.gate, mlp.experts)]
-    if weights != [{"weight"}, {"gate_up_proj", "down_proj"}] or not _is_silu(getattr(mlp.experts, "act_fn", None)):
-        return False
-    return takes_largest(mlp.gate) and not _has_limit(mlp.experts)
-
-
-def is_limited_mixture(mlp: Any) -> bool:
-    """Experts and router as gpt-oss has them: both with biases, gate and up in turn, and limits for them."""
-    if _children(mlp) != {"router", "experts"} or not is_router(mlp.router):
-        return False
-    router, experts = ({name for name, _ in part.named_parameters()} for part in (mlp.router, mlp.experts))
-    known = router == {"weight", "bias"} and experts == set(_LIMITED) and {"alpha", "limit"} <= vars(mlp.experts).keys()
-    return known and takes_largest(mlp.router)
-
-
-def _has_limit(mlp: Any) -> bool:
-    """Of gate and up, which no probe of a whole layer need reach (DeepSeek-V4, Step 3.7)."""
-    numbers = [v for name, v in vars(mlp).items() if "limit" in name and isinstance(v, int | float)]
-    return any(0 < number < math.inf for number in numbers)
-
-
-def _children(module: Any) -> set[str]:
-    return {name for name, _ in module.named_children()}
-
-
-def _is_silu(function: Any) -> bool:
-    return type(function).__name__ in ("SiLU", "SiLUActivation")
-
-
-def is_gelu(function: Any) -> bool:
-    """In its tanh form, as torch computes it."""
-    form = getattr(getattr(function, "act", None), "keywords", {})
-    return type(function).__name__ == "GELUTanh" and form == {"approximate": "tanh"}
-
-
-def is_rms_norm(module: Any) -> bool:
-    return type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon")
-
-
-def norm_of(module: Any) -> Norm | None:
-    """What a norm of a model computes, if it is one over the root mean square with a weight."""
-    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-    if not isinstance(eps, float) or not isinstance(getattr(module, "weight", None), Tensor):
-        return None
-    kind: Any = type(module)
-    rule = _rule_of(kind)
-    return None if rule is None else Norm(module.weight, eps, rule)
-
-
-@functools.cache
-def _rule_of(kind: type[nn.Module]) -> NormRule | None:
-    """By trying: a small norm of this class in bfloat16 must give the same bits."""
-    if not kind.__name__.endswith("RMSNorm"):
-        return None
-    with torch.device("cpu"), torch.inference_mode(False), torch.no_grad():
-        x, gain = (torch.linspace(1, 9, n, dtype=torch.float32).sin().bfloat16() for n in (2048, 64))
-        x = x.view(32, 64)
-        try:
-            module: Any = kind(64)
-            module.weight = nn.Parameter(gain)
-            found = module(x)
-        except (RuntimeError, TypeError, ValueError, AttributeError):
-            return None
-    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-    if not isinstance(eps, float):
-        return None
-    wide = x.float()
-    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    made = {
-        NormRule.EARLY: gain * wide.bfloat16(),
-        NormRule.LATE: (gain * wide).bfloat16(),
-        NormRule.LATE_PLUS_ONE: (wide * (1.0 + gain.float())).bfloat16(),
-    }
-    return next((rule for rule, expected in made.items() if torch.equal(found, expected)), None)
-
-
 def _project(x: Tensor, modules: tuple[Any, ...], layers: LayerKernels | None) -> tuple[Tensor, ...]:
-    if layers is not None and _are_plain(*modules):
+    if layers is not None and are_plain(*modules):
         return layers.linears(x, *modules)
     return tuple(module(x) for module in modules)
 
 
-def _are_plain(*modules: Any) -> bool:
-    """Not so with an adapter: that is another class, and it may need its inputs and outputs elsewhere."""
-    return all(type(module) is nn.Linear for module in modules)
-
-
 def _swap_if_equal(module: Any, function: Any, weight: Tensor) -> bool:
-    """In each element, and with large rows by and large."""
+    """Replace the forward pass if both agree: in each element of usual rows, and as a whole in large ones."""
     fused = MethodType(function, module)  # bound, so that a deep copy of the model uses its own weights
     probe = _probe(weight)
     with torch.inference_mode():
@@ -499,7 +300,7 @@ def _swap_if_equal(module: Any, function: Any, weight: Tensor) -> bool:
 
 
 def _swap_if_equal_attention(module: Any, function: Any, weight: Tensor, head_dim: int, seen: dict[str, Any]) -> bool:
-    """For modules that attend; `seen` gets what they ask for, as the module itself does."""
+    """The same for modules that attend; `seen` receives the settings with which the module calls its context."""
     probe = _probe(weight)
     angles = torch.linspace(0, 9, 2 * head_dim // 2, device=weight.device).view(1, 2, -1).repeat(1, 1, 2)
     turn = angles.cos().to(weight.dtype), angles.sin().to(weight.dtype)
@@ -529,7 +330,7 @@ def _swap_if_equal_attention(module: Any, function: Any, weight: Tensor, head_di
 
 
 def _swap_if_equal_experts(module: Any, function: Any, width: int) -> bool:
-    """With gates that do not add up to 1, and experts that none, one or both of the tokens have chosen."""
+    """The same for experts: gates do not add up to 1, and an expert is chosen by none, one or both of the tokens."""
     fused, count = MethodType(function, module), len(module.gate_up_proj)
     x = _probe(module.gate_up_proj, width)[0]
     chosen = torch.tensor([[0, 1], [count - 1, 0]], device=x.device)[:, : min(2, count)]
@@ -546,7 +347,12 @@ def _swap_if_equal_experts(module: Any, function: Any, width: int) -> bool:
 
 
 _LARGE = 1e4  # rows of this size show whether gate and up have limits
-_NOT_ALIKE = (RuntimeError, TypeError, AssertionError, KeyError)  # what a module says to what it does not know
+_NOT_ALIKE = (
+    RuntimeError,
+    TypeError,
+    AssertionError,
+    KeyError,
+)  # raised by modules for arguments that they do not know
 
 
 def _tolerance(like: Tensor) -> float:
@@ -554,7 +360,7 @@ def _tolerance(like: Tensor) -> float:
 
 
 def _are_close(expected: Tensor, got: Tensor) -> bool:
-    """As wholes: what is small among them may be rounded away. What is nothing tells nothing."""
+    """Whether two tensors agree as wholes, since their small elements may be rounded away. Zeros prove nothing."""
     size = float(expected.double().norm())
     return size > 0 and float((got.double() - expected.double()).norm()) <= _tolerance(expected) * size
 

@@ -336,7 +336,7 @@ def load_policy(config: ModelConfig, seed: int = 0) -> "Policy":
         torch.manual_seed(seed)
         model = add_lora(model, config)
     try:
-        policy = Policy(model, tokenizer, config.path, exact=config.exact)
+        policy = Policy(model, tokenizer, config.path, exact=config.exact, plain=config.plain)
     except AttributeError as error:  # every model with attention has these in its config
         raise ModelError(f"{config.path}: {type(model).__name__} must attend to tokens, got {error}") from error
     if config.exact:
@@ -369,7 +369,7 @@ def prepared(model: Any, config: ModelConfig, device: "torch.device") -> Any:
     model = model.to(device).eval()
     _disable_dropout(model)
     check_attention(model, config.path)
-    if config.fuse and not config.exact:
+    if not config.plain and not config.exact:
         fuse(model, device, model.dtype)
     return model
 

@@ -24,11 +24,13 @@ class Policy(torch.nn.Module):
     decoder: Callable[..., Any]
     head: Any
 
-    def __init__(self, model: Any, tokenizer: Any, source: str, *, exact: bool = False) -> None:
-        """exact: whether the modules are those of `kitae.models.exact`, and attention and log-probs must be exact
-        too."""
+    def __init__(self, model: Any, tokenizer: Any, source: str, *, exact: bool = False, plain: bool = False) -> None:
+        """exact: whether the modules are those of `kitae.models.exact`, and attention and log-probs must be exact too.
+
+        plain: whether engine and trainer use plain torch, see `ModelConfig.plain`.
+        """
         super().__init__()
-        self.exact = exact
+        self.exact, self.plain = exact, plain
         self.model = model
         self.tokenizer = tokenizer
         self.source = source

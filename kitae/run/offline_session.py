@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack
 from kitae.config.root import StageConfig
 from kitae.errors import ConfigError
 from kitae.evaluation.held_out import forget_after
-from kitae.kernels.allocation import loaded
+from kitae.kernels.allocation import gc_frozen
 from kitae.observe.observer import Observer
 from kitae.offline.base import Method
 from kitae.offline.example_batches import StageData
@@ -77,7 +77,7 @@ async def _train(store: RunStore, data: StageData, observer: Observer, checkpoin
             observer.note("stopping after this step; press Ctrl-C again to stop at once")
             loop.stop()
 
-        with loaded(), Interrupts(stop) as interrupts:
+        with gc_frozen(), Interrupts(stop) as interrupts:
             before = await loop.evaluate(0) if frontier.step == 0 else None
             if loop.evaluation_due(frontier.step):  # a run that was killed may have lost it
                 await loop.evaluate(frontier.step)

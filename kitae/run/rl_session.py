@@ -10,7 +10,7 @@ from kitae.config.root import RLConfig, reinforcement
 from kitae.envs.environment_registry import open_world
 from kitae.errors import ConfigError
 from kitae.evaluation.held_out import forget_after
-from kitae.kernels.allocation import loaded
+from kitae.kernels.allocation import gc_frozen
 from kitae.observe.observer import Observer
 from kitae.rl.elastic import kept_at
 from kitae.rl.evaluations import RunEvaluations, evaluation_due
@@ -66,7 +66,7 @@ async def _attempt(
             frontier, evaluations.at,
         )  # fmt: skip
         await _hand_over(stack, pipeline, serving)
-        stack.enter_context(loaded())
+        stack.enter_context(gc_frozen())
         return await _train(pipeline, evaluations, learning.trainer)
 
 

@@ -13,7 +13,7 @@ from kitae.data.chat import Chat
 from kitae.engines.base import Engine
 from kitae.engines.config import EngineConfig
 from kitae.engines.start_engine import EngineOrder, start_engine
-from kitae.kernels.allocation import loaded
+from kitae.kernels.allocation import gc_frozen
 from kitae.models.config import ModelConfig
 from kitae.models.load import check_model, find_model, load_policy
 from kitae.models.policy import Policy
@@ -64,7 +64,7 @@ async def serve(model: ModelConfig, engine: EngineConfig, settings: ServerSettin
     try:
         async with opened as app:
             ready(address_of(taken, settings.host), "/v1/score" if rewards else "/v1/chat/completions")
-            with loaded():
+            with gc_frozen():
                 await run_server(app, taken)
     finally:
         taken.close()

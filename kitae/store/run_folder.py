@@ -52,7 +52,6 @@ CHANGEABLE = (
     "model.device",
     "training.steps",
     "training.token_budget",
-    "training.logit_chunk",
     "training.checkpoint_activations",
     "method.teacher_place",
     "method.teacher_device",

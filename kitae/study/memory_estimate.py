@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from kitae.config.recipe import override_config
 from kitae.config.root import DistilConfig, RLConfig
+from kitae.engines.native.page_cache import PAGE_SIZE
 from kitae.errors import ConfigError
 from kitae.kernels.cpu import packed
 from kitae.models.load import pick_device, pick_dtype
@@ -71,7 +72,7 @@ def batch_tokens(config: RLConfig, prompt: float, answer: float) -> float:
     """Of a step: answers of that length, and prompts as often as they are computed."""
     t = config.training
     responses = t.prompts_per_step * t.group_size
-    return (t.prompts_per_step if t.share_prompts else responses) * prompt + responses * answer
+    return (t.prompts_per_step if not config.model.plain else responses) * prompt + responses * answer
 
 
 def footprint(
@@ -147,7 +148,7 @@ def _engines(config: RLConfig, model: ModelShape, device: "torch.device", size: 
 def _copies(config: RLConfig, model: ModelShape, device: "torch.device", dtype: "torch.dtype") -> dict[str, float]:
     """Weights in the form that an engine's decoder wants; exact engines and those without kernels use the model's."""
     e, adapted = config.engine, config.model.lora_rank > 0
-    if not e.fast or e.serves or config.model.exact or (adapted and not e.merge_adapters):
+    if config.model.plain or e.serves or config.model.exact or (adapted and not e.merge_adapters):
         return {}
     found = {}
     if adapted:
@@ -237,7 +238,7 @@ def _kept(config: RLConfig, model: ModelShape, device: "torch.device", size: int
     attention, mlp = size * (3 * model.hidden + wide), size * 2 * model.inner
     if config.training.checkpoint_activations:
         return size * model.hidden * model.layers + _PLAIN * (attention + mlp)
-    known, adapted = model.kind in _FUSED and config.model.fuse, config.model.lora_rank > 0
+    known, adapted = model.kind in _FUSED and not config.model.plain, config.model.lora_rank > 0
     fused, apart = _HOLES[device.type], model.mixture and device.type == "cpu"
     of_attention = fused if known and not adapted else _PLAIN
     of_mlp = fused if known and (apart or not adapted) else _PLAIN
@@ -261,7 +262,7 @@ def _cache(config: RLConfig, model: ModelShape, device: "torch.device", size: in
     of_token = 2 * model.layers * model.kv_heads * of_head
     together = min(e.count * e.max_batch, t.prompts_per_step * t.group_size)
     limit = e.count * (e.memory_gb + e.host_memory_gb) * 2**30
-    return min(limit, of_token * together * (config.sampling.max_tokens + e.page_size))
+    return min(limit, of_token * together * (config.sampling.max_tokens + PAGE_SIZE))
 
 
 def _savings(config: RLConfig, device: "torch.device", dtype: "torch.dtype") -> Iterator[tuple[str, str]]:

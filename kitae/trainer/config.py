@@ -24,16 +24,8 @@ class LearningConfig(Section):
     token_budget: int = Field(
         0,
         ge=0,
-        description="Most tokens in a packed micro-batch; 0: 8,192 on a GPU, on a CPU 1,024, in bfloat16 2,048.",
-    )
-    logit_chunk: int = Field(
-        0,
-        ge=0,
-        description="Rows of logits held at a time: of a longer micro-batch all but the last are made again in the "
-        "backward pass. 0: 1,024 on a CPU, 8,192 on a GPU.",
-    )
-    share_prompts: bool = Field(
-        True, description="Compute a prompt once for all samples that have it, in training too."
+        description="Most tokens in a packed micro-batch; 0: 8,192 on a GPU, on a CPU 1,024, in bfloat16 2,048. "
+        "Logits of half of it are held at a time.",
     )
     checkpoint_activations: bool = Field(False, description="Recompute activations in the backward pass: less memory.")
 

@@ -66,8 +66,13 @@ def token_budget(config: LearningConfig, device: torch.device, dtype: torch.dtyp
 
 
 def logit_chunk(config: LearningConfig, device: torch.device) -> int:
-    """Rows of logits computed at a time. A GPU has room for those of a usual row, which are then computed only once."""
-    return config.logit_chunk or (1024 if device.type == "cpu" else 8192)
+    """Rows of logits at a time: those of a longer micro-batch, but for the last, are made again in the backward pass.
+
+    A GPU has room for those of a usual row, which it then need not make twice. A token budget that was set says that
+    memory is short: then half of a full row's.
+    """
+    usual = 1024 if device.type == "cpu" else 8192
+    return min(usual, max(1, config.token_budget // 2)) if config.token_budget else usual
 
 
 def pack_rows(
@@ -76,10 +81,12 @@ def pack_rows(
     device: torch.device,
     dtype: torch.dtype,
     observed: Collection[SampleKey] = (),
+    *,
+    share_prompts: bool = True,
 ) -> tuple[list[list[Sample]], list[Row]]:
     """The samples of each row, and the rows themselves."""
-    parts = pack(samples, token_budget(config, device, dtype), config.share_prompts)
-    return parts, [lay_out(part, config.share_prompts, observed) for part in parts]
+    parts = pack(samples, token_budget(config, device, dtype), share_prompts)
+    return parts, [lay_out(part, share_prompts, observed) for part in parts]
 
 
 def split_rows(parts: Sequence[Sequence[Sample]], values: Sequence[FloatArray]) -> dict[SampleKey, FloatArray]:

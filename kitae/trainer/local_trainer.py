@@ -59,11 +59,12 @@ class LocalTrainer:
         return [s.with_columns(**{Column.TEACHER.value: s.spread(logp_N)}) for s, logp_N in pairs]
 
     def _annotate(self, samples: Sequence[Sample], columns: Collection[Column]) -> list[Sample]:
-        parts, rows = pack_rows(samples, self.worker.training, self.worker.policy.device, self.worker.policy.dtype)
+        policy, share = self.worker.policy, not self.worker.policy.plain
+        parts, rows = pack_rows(samples, self.worker.training, policy.device, policy.dtype, share_prompts=share)
         found = self.worker.annotate(rows, columns)
         annotated = {s.key: s for s in samples}
         for part, experts_TLK in zip(parts, found.pop(Column.EXPERTS, []), strict=False):
-            routed = with_experts(part, experts_TLK, self.worker.training.share_prompts)
+            routed = with_experts(part, experts_TLK, share)
             annotated |= {s.key: s for s in routed}
         for column, values in found.items():
             for key, own_N in split_rows(parts, values).items():
@@ -78,7 +79,9 @@ class LocalTrainer:
     def _forward_backward(self, batch: Batch) -> Totals:
         worker = self.worker
         policy = worker.policy
-        _, rows = pack_rows(batch.samples, worker.training, policy.device, policy.dtype, observed=batch.observed)
+        _, rows = pack_rows(
+            batch.samples, worker.training, policy.device, policy.dtype, batch.observed, share_prompts=not policy.plain
+        )
         return worker.forward_backward(rows, batch.conditions, batch.roles)
 
     def _lost_teachers(self) -> Totals:

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from kitae.engines.base import Completion, Request, SamplingParams, WeightUpdate
 from kitae.engines.config import EngineConfig
 from kitae.engines.native.engine import NativeEngine
-from kitae.engines.native.fused import FusedDecoder
+from kitae.engines.native.gpu_decoder import GpuDecoder
 from kitae.engines.native.page_cache import KVCache
 from kitae.models.config import ModelConfig
 from kitae.models.load import load_policy
@@ -25,7 +25,7 @@ from kitae.models.tiny import ARCHITECTURES, make_tiny
 sys.path.append(str(Path(__file__).parents[1] / "unit/engines"))
 from test_native_engine import *  # noqa: F403
 from test_native_engine import prompts, with_engine
-from test_stowed import *  # noqa: F403
+from test_swapping import *  # noqa: F403
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 TinyPolicy = Callable[..., Policy]
@@ -54,7 +54,7 @@ def test_same_tokens_as_the_plain_path(architecture: str, tiny_policy: TinyPolic
     policy = tiny_policy(architecture)
     different = 0
     for fast, plain in zip(
-        generate(policy, mixed_requests(), fast=True), generate(policy, mixed_requests(), fast=False), strict=True
+        generate(policy, mixed_requests(), plain=False), generate(policy, mixed_requests(), plain=True), strict=True
     ):
         assert fast.finish == plain.finish and len(fast.tokens) == len(plain.tokens)
         pairs = enumerate(zip(fast.tokens, plain.tokens, strict=True))
@@ -85,16 +85,16 @@ def test_bf16_rounds_no_worse_than_the_modules(architecture: str, tmp_path: Path
         def attend(self, layer: int, q: Any, k: Any, v: Any, *, window: int | None, **rest: Any) -> torch.Tensor:
             return masked_attention(q, k, v, causal_mask(self.positions, self.positions, window), **rest)
 
-    for fast in (True, False):
+    for plain in (False, True):
         requests = [Request(str(i), p, SamplingParams(max_tokens=60), i) for i, p in enumerate(prompts(40))]
-        for request, done in zip(requests, generate(policy, requests, fast=fast, memory_gb=0.2), strict=True):
+        for request, done in zip(requests, generate(policy, requests, plain=plain, memory_gb=0.2), strict=True):
             row = torch.tensor(request.prompt_tokens + done.tokens[:-1], device="cuda")
             with torch.inference_mode():
                 states = exact.hidden(row, torch.arange(len(row), device="cuda"), Whole(len(row)))
                 logits = exact.logits(states[len(request.prompt_tokens) - 1 :]).float()
             expected = torch.log_softmax(logits, -1).gather(1, torch.tensor(done.tokens, device="cuda")[:, None])[:, 0]
-            gaps[fast].append((expected.cpu() - torch.tensor(done.logprobs)).abs())
-    fast_gap, plain_gap = (torch.cat(gaps[fast]).mean().item() for fast in (True, False))
+            gaps[plain].append((expected.cpu() - torch.tensor(done.logprobs)).abs())
+    fast_gap, plain_gap = (torch.cat(gaps[plain]).mean().item() for plain in (False, True))
     assert fast_gap < 1.25 * plain_gap, (fast_gap, plain_gap)
 
 
@@ -122,7 +122,7 @@ def test_graphs_are_captured_once_for_each_bucket(tiny_policy: TinyPolicy) -> No
             assert set(steps) == expected and all(steps[b] is before[b] for b in before)
             assert all(s._graph is not None for s in steps.values())
 
-    with_engine(tiny_policy("qwen2"), use, guesses=0)
+    with_engine(tiny_policy("qwen2"), use, draft_tokens=0)
 
 
 def test_graphs_are_captured_again_after_somebody_has_moved_the_weights(tiny_policy: TinyPolicy) -> None:
@@ -191,7 +191,7 @@ def test_weights_written_in_flight_reach_the_graphs(tiny_policy: TinyPolicy) -> 
 
     done = with_engine(policy, use)
     assert len({c.tokens for c in done}) >= 2 and [c.versions[0] for c in done] == [0, 1, 2]
-    assert done[2].tokens == generate(policy, [request], fast=False)[0].tokens
+    assert done[2].tokens == generate(policy, [request], plain=True)[0].tokens
 
 
 @pytest.mark.parametrize("recompute", [True, False], ids=["recompute", "keep"])
@@ -245,7 +245,7 @@ def test_the_joined_weights_train_and_save_as_before(tiny_policy: TinyPolicy, tm
 def test_8_bits_by_kernels_and_by_modules(architecture: str, tiny_policy: TinyPolicy) -> None:
     """Both read the same numbers and scales; a number on the border of two may be rounded otherwise."""
     policy, gaps = tiny_policy(architecture), []
-    paths = (generate(policy, mixed_requests(), fast=fast, cache_dtype="int8") for fast in (True, False))
+    paths = (generate(policy, mixed_requests(), plain=plain, cache_dtype="int8") for plain in (False, True))
     for fast, plain in zip(*paths, strict=True):
         pairs = enumerate(zip(fast.tokens, plain.tokens, strict=False))
         same = next((i for i, (a, b) in pairs if a != b), len(fast.tokens))
@@ -272,7 +272,7 @@ def test_adapters_merged_and_beside_their_weights(architecture: str, tiny_policy
         return [*first, *await asyncio.gather(*(engine.generate(r) for r in second))]
 
     found = []
-    for settings, fused in (({}, True), ({"merge_adapters": False}, False), ({"fast": False}, False)):
+    for settings, fused in (({}, True), ({"merge_adapters": False}, False), ({"plain": True}, False)):
         change(1)
 
         async def checked(engine: NativeEngine, fused: bool = fused) -> list[Completion]:
@@ -289,20 +289,20 @@ def test_kernels_for_a_few_that_differ_are_not_used(
     tiny_policy: TinyPolicy, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     policy = tiny_policy("llama")
-    fused = FusedDecoder.of(policy, KVCache(policy, 0.01, 16))
-    assert fused is not None and fused.few_rows == 64
-    right = FusedDecoder.logits_of_few
+    fused = GpuDecoder.of(policy, KVCache(policy, 0.01, 16))
+    assert fused is not None and fused.small_batch_rows == 64
+    right = GpuDecoder.small_batch_logits
 
-    def wrong(self: FusedDecoder, *args: Any) -> None:
+    def wrong(self: GpuDecoder, *args: Any) -> None:
         right(self, *args)
         args[6].mul_(1.01)
 
-    monkeypatch.setattr(FusedDecoder, "logits_of_few", wrong)
-    fused.try_few(policy)
-    assert fused.few_rows == 0 and "differ" in caplog.text
+    monkeypatch.setattr(GpuDecoder, "small_batch_logits", wrong)
+    fused.check_small_batch(policy)
+    assert fused.small_batch_rows == 0 and "differ" in caplog.text
 
 
 def test_engine_config_plain_uses_no_graphs(tiny_policy: TinyPolicy) -> None:
-    engine = NativeEngine(tiny_policy(), EngineConfig(memory_gb=0.01, fast=False))
+    engine = NativeEngine(tiny_policy(), EngineConfig(memory_gb=0.01), plain=True)
     assert type(engine.runner).__name__ == "ModelRunner"
     asyncio.run(engine.close())

@@ -43,7 +43,7 @@ def test_gated_mlp() -> None:
     expected = torch.nn.functional.linear(torch.nn.functional.silu(gate) * up, down)
     wanted = torch.autograd.grad(expected, (gate, up, down), grad)
     alone = torch.nn.functional.linear(training.swiglu(gate, up), down)
-    joint = training.swiglu_linear(gate.clone(), up.clone(), down)
+    joint = training.LAYERS.swiglu_linear(gate.clone(), up.clone(), down)
     for got in (alone, joint):
         torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
         for a, b in zip(torch.autograd.grad(got, (gate, up, down), grad), wanted, strict=True):
@@ -99,7 +99,7 @@ def test_bf16_gradient_is_as_near_to_the_exact_one_as_plain_torch(
 
     def policy(dtype: str, fuse: bool) -> Policy:
         return load_policy(ModelConfig.model_validate({
-            "path": str(tmp_path), "dtype": dtype, "device": "cuda", "fuse": fuse
+            "path": str(tmp_path), "dtype": dtype, "device": "cuda", "plain": not fuse
         }))  # fmt: skip
 
     exact = policy("float32", False)
@@ -145,7 +145,7 @@ def test_norm_queries_keys_and_values(bias: bool, side_by_side: bool) -> None:
     normed = torch.nn.functional.rms_norm(x, (width,), gain, 1e-6)
     q, k, v = (m(normed).view(rows, -1, dim) for m in modules)
     expected = (x, rotate(q), rotate(k), v)
-    got = training.normed_qkv(x, (gain, 1e-6), cos, sin, dim, *modules)
+    got = training.LAYERS.normed_qkv(x, (gain, 1e-6), cos, sin, dim, *modules)
     grads = [torch.randn_like(t) for t in expected]
     grads[2] = torch.randn(rows, 5, dim, device="cuda")[:, 1:3]  # rows with a stride
     assert_same_gradients(got, expected, [x, gain, *(p for m in modules for p in m.parameters())], grads)
@@ -159,7 +159,7 @@ def test_norm_of_a_sum_and_two_products() -> None:
     modules = [torch.nn.Linear(96, 112, bias=False, device="cuda") for _ in range(2)]
     normed = torch.nn.functional.rms_norm(x + y, (96,), gain, 1e-6)
     expected = (x + y, *(m(normed) for m in modules))
-    got = training.normed_pair(x, y, (gain, 1e-6), *modules)
+    got = training.LAYERS.normed_pair(x, y, (gain, 1e-6), *modules)
     grads = [torch.randn_like(t) for t in expected]
     assert_same_gradients(got, expected, [x, y, gain, *(m.weight for m in modules)], grads)
 
@@ -173,7 +173,7 @@ def test_one_of_two_products_may_be_frozen(frozen: int) -> None:
     modules[frozen].weight.requires_grad_(False)
     learns, grad = modules[1 - frozen].weight, torch.randn(70, 112, device="cuda")
     normed = torch.nn.functional.rms_norm(x + y, (96,), gain, 1e-6)
-    training.normed_pair(x, y, (gain, 1e-6), *modules)[2 - frozen].backward(grad)
+    training.LAYERS.normed_pair(x, y, (gain, 1e-6), *modules)[2 - frozen].backward(grad)
     assert modules[frozen].weight.grad is None and learns.grad is not None
     torch.testing.assert_close(learns.grad, grad.t() @ normed, atol=1e-3, rtol=1e-4)
 
@@ -196,7 +196,7 @@ def test_products_add_to_gradients_of_masters(side_by_side: bool, dtype: torch.d
     grads = [torch.randn(rows, n, dim, device="cuda", dtype=dtype) for n in (6, 2, 2)]
 
     def backward() -> None:
-        _, *heads = training.normed_qkv(x, (gain, 1e-6), still + 1, still, dim, *modules)
+        _, *heads = training.LAYERS.normed_qkv(x, (gain, 1e-6), still + 1, still, dim, *modules)
         torch.autograd.backward(heads, grads)
 
     backward()
@@ -243,7 +243,7 @@ def test_layers_of_the_llama_family_are_one_function(architecture: str, tiny_pol
     fused = [getattr(layer.forward, "__module__", "") == "kitae.models.fuse" for layer in layers]
     assert all(fused) if architecture in ("llama", "qwen2", "mistral", "qwen3") else not any(fused)
     row = torch.arange(5, 45, device="cuda")
-    expected = tiny_policy(architecture, device="cuda", fuse=False).score(row)
+    expected = tiny_policy(architecture, device="cuda", plain=True).score(row)
     torch.testing.assert_close(policy.score(row), expected, atol=1e-4, rtol=0)
     torch.testing.assert_close(
         tiny_policy(architecture, device="cuda", lora_rank=4).score(row), expected, atol=1e-4, rtol=0
@@ -375,7 +375,7 @@ def test_chunks_of_logits_give_one_gradient(tiny_policy: TinyPolicy) -> None:
 
     def head(chunk: int) -> torch.Tensor:
         policy = tiny_policy("qwen2", device="cuda", dtype="bfloat16")
-        return gradient(policy, samples, algorithm, logit_chunk=chunk)["model.embed_tokens.weight"]
+        return gradient(policy, samples, algorithm, token_budget=2 * chunk)["model.embed_tokens.weight"]
 
     whole = head(1000)
     for chunk in (1, 7, 20):

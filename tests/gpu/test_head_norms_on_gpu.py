@@ -78,7 +78,7 @@ class Case:
     def by_kernels(self) -> tuple[Tensor, ...]:
         from kitae.kernels.cuda import training
 
-        return training.normed_qkv(
+        return training.LAYERS.normed_qkv(
             self.x, (self.before.weight, EPS), self.cos, self.sin, self.dim, *self.modules, heads=self.heads
         )
 
@@ -179,7 +179,7 @@ def test_a_model_learns_the_same(tied: bool, settings: dict[str, Any], tmp_path:
     folder = make_tiny(tmp_path, "qwen3", hidden=48)
 
     def policy(fused: bool) -> Policy:
-        made = load_policy(ModelConfig(path=str(folder), dtype="float32", device=DEVICE.type, fuse=False))
+        made = load_policy(ModelConfig(path=str(folder), dtype="float32", device=DEVICE.type, plain=True))
         if not tied:
             made.head.weight = torch.nn.Parameter(made.head.weight.detach().clone())
         for name, p in made.model.named_parameters():

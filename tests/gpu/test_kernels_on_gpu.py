@@ -7,6 +7,7 @@ import torch
 from kitae.engines.base import SamplingParams, stream_seed
 from kitae.engines.native import sampler
 from kitae.engines.native.page_cache import Pages
+from kitae.kernels.base import GateLimits
 from kitae.models.attention_seam import causal_mask, masked_attention
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
@@ -63,7 +64,7 @@ def made_norm(family: str, width: int, dtype: torch.dtype) -> torch.nn.Module:
 def test_norms_of_each_family(family: str, dtype: torch.dtype) -> None:
     """Of what is added and of the sum, either or both, and with parts that are still to be added."""
     from kitae.kernels.cuda import decoding
-    from kitae.models.fuse import norm_of
+    from kitae.models.layer_kinds import norm_of
 
     after, before = (made_norm(family, 700, dtype) for _ in range(2))
     x, y = (torch.randn(5, 700, device=DEVICE).to(dtype) for _ in range(2))
@@ -91,7 +92,7 @@ def test_norms_and_rotary_of_queries_and_keys(
 ) -> None:
     """wide: one norm over all queries, and one over all keys; pairs: rotary mixes neighbours."""
     from kitae.kernels.cuda import decoding
-    from kitae.models.fuse import norm_of
+    from kitae.models.layer_kinds import norm_of
 
     (hq, hkv), dim, page, count = heads, 48, 8, 11
     of_q, of_k = (made_norm(family, dim * (h if wide else 1), dtype) for h in heads)
@@ -290,7 +291,7 @@ def test_products_of_limited_experts(tokens: int, count: int, top: int, dtype: t
 
     width, inner = 200, 144
     x, gate_up, down = randn(tokens, width), randn(count, width, 2 * inner) / 8, randn(count, inner, width) / 12
-    limited = expert_decoding.Limited(randn(count, 2 * inner), randn(count, width), Own.alpha, Own.limit)
+    limited = GateLimits(randn(count, 2 * inner), randn(count, width), Own.alpha, Own.limit)
     logits = randn(tokens, count)
     logits[:, 1] = -30
     gates, chosen = expert_decoding.route(logits, top, True, dtype)

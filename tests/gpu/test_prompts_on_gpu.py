@@ -150,10 +150,10 @@ def differing(one: list[Completion], other: list[Completion]) -> int:
 @pytest.mark.parametrize(
     "settings",
     [
-        {"guesses": 0},
-        {"guesses": 4, "max_batch": 6},
-        {"guesses": 0, "page_size": 4, "cache_dtype": "int8"},
-        {"guesses": 0, "max_batch": 70, "modules": True},
+        {"draft_tokens": 0},
+        {"draft_tokens": 4, "max_batch": 6},
+        {"draft_tokens": 0, "page_size": 4, "cache_dtype": "int8"},
+        {"draft_tokens": 0, "max_batch": 70, "modules": True},
     ],
     ids=str,
 )
@@ -175,8 +175,8 @@ def test_samples_that_lose_their_pages_and_get_others(
     host: float, tiny_policy: TinyPolicy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     policy = tiny_policy("qwen2")
-    apart, *_ = answers(policy, monkeypatch, sys.maxsize, guesses=0)
-    crowded = {"memory_gb": pages_gb(policy, 60, 8), "page_size": 8, "host_memory_gb": host, "guesses": 0}
+    apart, *_ = answers(policy, monkeypatch, sys.maxsize, draft_tokens=0)
+    crowded = {"memory_gb": pages_gb(policy, 60, 8), "page_size": 8, "host_memory_gb": host, "draft_tokens": 0}
     together, steps, stats = answers(policy, monkeypatch, 0, **crowded)
     assert stats.preemptions and any(shares for *_, shares in steps)
     assert differing(together, apart) <= 1
@@ -209,7 +209,7 @@ def test_samples_before_and_after_an_update_share_no_pages(
     found = []
     for worth in (sys.maxsize, 0):
         monkeypatch.setattr(CudaRunner, "worth_sharing", worth)
-        done: Any = with_engine(policy, use, guesses=0)
+        done: Any = with_engine(policy, use, draft_tokens=0)
         found.append([c for c in done if c.id in {r.id for r in second}])
     assert differing(*found) <= 1
 
@@ -226,9 +226,9 @@ def test_without_room_for_its_kernel_prompts_are_read_for_each(
         raise OutOfResources(300_000, 232_448, "shared memory")
 
     policy = tiny_policy("llama")
-    apart, *_ = answers(policy, monkeypatch, sys.maxsize, guesses=0)
+    apart, *_ = answers(policy, monkeypatch, sys.maxsize, draft_tokens=0)
     monkeypatch.setattr(shared_prompts, "begin", too_large)
-    together, steps, _ = answers(policy, monkeypatch, 0, guesses=0)
+    together, steps, _ = answers(policy, monkeypatch, 0, draft_tokens=0)
     assert not any(shares for *_, shares in steps) and differing(together, apart) <= 1
 
 

@@ -25,13 +25,13 @@ def _exact_products() -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
 
 
-@pytest.mark.parametrize("fast", [True, False], ids=["fast", "plain"])
+@pytest.mark.parametrize("plain", [False, True], ids=["kernels", "plain"])
 @pytest.mark.parametrize("architecture", MIXTURES)
-def test_they_are_those_of_a_plain_pass(architecture: str, fast: bool, tiny_policy: TinyPolicy) -> None:
+def test_they_are_those_of_a_plain_pass(architecture: str, plain: bool, tiny_policy: TinyPolicy) -> None:
     from test_recorded_experts import all_of, asked, assert_all_recorded
 
     requests = asked(6)
-    assert_all_recorded(tiny_policy(architecture), requests, lambda e: all_of(e, requests), fast=fast)
+    assert_all_recorded(tiny_policy(architecture), requests, lambda e: all_of(e, requests), plain=plain)
 
 
 def test_graphs_write_at_the_places_of_each_step(tiny_policy: TinyPolicy) -> None:

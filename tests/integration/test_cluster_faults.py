@@ -51,7 +51,7 @@ HELD_BY = {
 TOY = (
     f"verifier.name={HERE / 'holding.py'}:digits", "verifier.timeout=100", "verifier.check_gold=false",
     "eval.prompts=0", "checkpoint.every=2", "training.prompts_per_step=2", "training.group_size=4",
-    "training.lr=1e-4", "engine.threads=1",
+    "training.lr=1e-4",
 )  # fmt: skip
 SPREAD = ("cluster.backend=local", "cluster.ranks=2", "cluster.engines=2", "cluster.verifiers=1")
 _PATHS = (HERE / "hooked", HERE, HERE.parent / "stand_ins", HERE.parent, HERE.parents[1])

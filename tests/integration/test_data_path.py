@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("warm_posts")
 
 SETTINGS = (
     "training.steps=2", "training.prompts_per_step=2", "training.group_size=4", "checkpoint.every=2", "eval.every=0",
-    "eval.prompts=0", "engine.threads=1", "observe.tokens=0", "observe.diagnose=false",
+    "eval.prompts=0", "observe.tokens=0", "observe.diagnose=false",
     "training.token_budget=2048",  # one row, whatever the length: each has words of its own for the ranks
 )  # fmt: skip
 CLUSTER = ("cluster.backend=local", "cluster.ranks=2", "cluster.engines=1", "cluster.verifiers=1")

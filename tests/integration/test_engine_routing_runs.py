@@ -52,7 +52,7 @@ CROSSED = {
     "refill": ("pipeline.refill=true", "algorithm.filter=zero-variance", "pipeline.max_staleness=1"),
     "recompute": ("pipeline.max_staleness=2", "pipeline.in_flight=recompute"),
     "process": ("engine.kind=process", "pipeline.max_staleness=1"),
-    "fleet": ("engine.kind=process", "engine.count=2", "engine.threads=1"),
+    "fleet": ("engine.kind=process", "engine.count=2"),
     "cluster": ("cluster.backend=local", "cluster.engines=1"),
 }
 

@@ -15,7 +15,7 @@ from kitae.store.journal import Journal
 
 pytestmark = pytest.mark.usefixtures("warm_posts")
 
-SETTINGS = ("training.steps=4", "checkpoint.every=2", "eval.every=0", "training.prompts_per_step=3", "engine.threads=1")
+SETTINGS = ("training.steps=4", "checkpoint.every=2", "eval.every=0", "training.prompts_per_step=3")
 RANKS = ("cluster.backend=local", "cluster.ranks=2", "cluster.engines=1")
 
 

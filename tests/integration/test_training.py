@@ -31,7 +31,7 @@ from kitae.trainer.optim import Optimizer, Update
         ["algorithm.preset=grpo", "training.minibatches=2", "training.epochs=2", "training.lr=3e-3"],
         ["algorithm.preset=grpo", "model.lora_rank=8", "training.lr=2e-2", "training.steps=16"],
         ["algorithm.preset=grpo", "model.dtype=bfloat16", "training.checkpoint_activations=true", "training.steps=16"],
-        ["algorithm.preset=grpo", "engine.fast=false", "model.fuse=false", "training.share_prompts=false"],
+        ["algorithm.preset=grpo", "model.plain=true"],
     ],
     ids=["grpo", "dr-grpo", "dapo-refill", "several-updates", "lora", "bf16-checkpointing", "plain"],
 )
@@ -60,7 +60,7 @@ def test_reward_rises(overrides: list[str], tmp_path: Path) -> None:
             "algorithm.reference_every=1",
             "pipeline.max_staleness=1",
         ],
-        ["algorithm.kl_coef=0.01", "algorithm.reference=reset", "algorithm.reference_every=2", "engine.fast=false"],
+        ["algorithm.kl_coef=0.01", "algorithm.reference=reset", "algorithm.reference_every=2", "model.plain=true"],
         ["model.lora_rank=4", "training.minibatches=2"],
     ],
     ids=["critic", "ema", "reset", "lora"],

@@ -95,7 +95,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def trained(run: Callable[..., Any], folder: Path) -> Iterator[Trained]:
     model = ModelConfig(path=str(folder), dtype="float32", device="cpu")
-    config = EngineConfig(kind="vllm", server=str(PYTHON), max_batch=32, fast=False)
+    config = EngineConfig(kind="vllm", server=str(PYTHON), max_batch=32, server_args=("--enforce-eager",))
     publisher = MemoryPublisher()
     cores = [sorted(os.sched_getaffinity(0))[-1:]]
     engine = run(start_servers(model, config, publisher, 0, cores))
@@ -251,7 +251,7 @@ def test_a_run_trains_on_it(folder: Path, tmp_path: Path) -> None:
         "engine.kind": "vllm",
         "engine.server": PYTHON,
         "engine.max_batch": 32,
-        "engine.fast": "false",
+        "engine.server_args": '["--enforce-eager"]',
         "engine.spot_check": 0.5,
         "algorithm.filter": "none",
         "pipeline.refill": "false",

@@ -10,34 +10,36 @@ from kitae.kernels.devices import has_triton
 from kitae.models.policy import Policy
 
 
-def make_runner(policy: Policy, cache: KVCache, config: EngineConfig) -> ModelRunner:
-    """Kernels and graphs on a GPU with Triton, a compiled decoder on a CPU, else the policy's own modules."""
-    if policy.exact and not config.fast:
-        raise EngineError("an exact policy runs on kernels of its own, got engine.fast = false, which asks for none")
-    if policy.exact and cache.eight_bits:
-        raise EngineError("an exact policy needs engine.cache_dtype = 'model', got 'int8': 8 bits are not exact")
-    eights = config.weights_dtype == "float8"
-    if policy.exact and eights:
-        raise EngineError("an exact policy needs engine.weights_dtype = 'model', got 'float8': 8 bits are not exact")
+def make_runner(
+    policy: Policy, cache: KVCache, config: EngineConfig, *, plain: bool = False, draft_tokens: int = 0
+) -> ModelRunner:
+    """Kernels and graphs on a GPU with Triton, a compiled decoder on a CPU, else the policy's own modules.
+
+    plain: the policy's own modules and torch, without kernels. draft_tokens: of each sequence, see `ModelRunner`.
+    """
+    float8 = config.weights_dtype == "float8"
+    for setting, value, rounds in (
+        ("cache_dtype", config.cache_dtype, cache.eight_bits),
+        ("weights_dtype", config.weights_dtype, float8),
+    ):
+        if policy.exact and rounds:
+            raise EngineError(f"an exact policy needs engine.{setting} = 'model', got {value!r}: 8 bits are not exact")
+    if policy.exact and plain:
+        raise EngineError("an exact policy runs on kernels of its own, got a plain engine, which has none")
     if policy.exact and policy.device.type == "cpu":
-        return ModelRunner(policy, cache, config.fast, config.guesses)
-    if config.fast and policy.device.type == "cuda" and has_triton():
+        return ModelRunner(policy, cache, draft_tokens=draft_tokens)
+    if not plain and policy.device.type == "cuda" and has_triton():
         from kitae.engines.native.gpu_runner import CudaRunner
 
         return CudaRunner(
-            policy,
-            cache,
-            config.max_batch,
-            merges=config.merge_adapters,
-            eights=eights,
-            guesses=config.guesses,
+            policy, cache, config.max_batch, merges=config.merge_adapters, float8=float8, draft_tokens=draft_tokens
         )
-    fast = config.fast and not cache.eight_bits  # kernels of a CPU read the model's own dtype
-    if fast and policy.device.type == "cpu" and packed.available(policy.dtype):
-        return CpuRunner(policy, cache, merges=config.merge_adapters, eights=eights, guesses=config.guesses)
-    if eights:
+    plain = plain or cache.eight_bits  # kernels of a CPU read the model's own dtype
+    if not plain and policy.device.type == "cpu" and packed.available(policy.dtype):
+        return CpuRunner(policy, cache, merges=config.merge_adapters, float8=float8, draft_tokens=draft_tokens)
+    if float8:
         raise EngineError(
             "engine.weights_dtype = 'float8' needs kernels of a GPU or of this CPU for what the model and "
             f"engine.cache_dtype = {config.cache_dtype!r} are in, got {policy.device.type} in {policy.dtype}"
         )
-    return ModelRunner(policy, cache, fast, config.guesses)
+    return ModelRunner(policy, cache, plain=plain, draft_tokens=draft_tokens)

@@ -4,7 +4,7 @@ In float32 on any processor, in bfloat16 on those with tile registers. The copie
 made again after each weight update, when the next step needs them; what LoRA adapters add is merged into them. While
 the engine stands still there are none: the trainer may use their memory.
 Mixtures are covered too: the rows of an expert share one read of its weights. Models that the decoder does not cover
-(see `kitae.engines.native.fused`) run their own modules.
+(see `kitae.engines.native.decoder_layers`) run their own modules.
 """
 
 import ctypes
@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kitae.engines.native.fused import DecoderLayer, FusedDecoder, Hear, inner_of, router_of, turns_in
+from kitae.engines.native.decoder_layers import DecoderLayer, inner_of, rotary_is_in, router_of
+from kitae.engines.native.fused_decoder import FusedDecoder, RecordExperts
 from kitae.engines.native.page_cache import KVCache
 from kitae.engines.native.paged_attention import ExactAttention, PrefillAttention
-from kitae.engines.native.runner import ModelRunner, Result, refuse_eights
+from kitae.engines.native.runner import ModelRunner, Result, refuse_float8
 from kitae.engines.native.scheduler import Admission
 from kitae.engines.native.sequence import Decoding
 from kitae.kernels import float8
@@ -27,7 +28,7 @@ from kitae.kernels.allocation import give_back
 from kitae.kernels.cpu import packed
 from kitae.kernels.norms import NormRule
 from kitae.models.attention_seam import AttentionCall, AttentionContext
-from kitae.models.fuse import halves_of, norm_of
+from kitae.models.layer_kinds import halves_of, norm_of
 from kitae.models.policy import Policy
 
 log = logging.getLogger("kitae")
@@ -37,20 +38,20 @@ _SHORT = 512  # tokens; attention row by row is faster up to about here, in bloc
 
 class CpuRunner(ModelRunner):
     def __init__(
-        self, policy: Policy, cache: KVCache, *, merges: bool = True, eights: bool = False, guesses: int = 0
+        self, policy: Policy, cache: KVCache, *, merges: bool = True, float8: bool = False, draft_tokens: int = 0
     ) -> None:
-        """merges: adapters into the packed copies of their weights. eights: these are rounded as 8 bits would be."""
-        super().__init__(policy, cache, fast=True, guesses=guesses)
+        """merges: adapters into the packed copies of their weights. float8: these are rounded as 8 bits would be."""
+        super().__init__(policy, cache, draft_tokens=draft_tokens)
         self._merges = merges or policy.model is policy.base
-        self._eights = eights
+        self._float8 = float8
         self.decoder = self._packed()
 
     def _packed(self) -> "PackedDecoder | None":
         found = PackedDecoder.of(self.policy, self.cache) if self._merges else None
-        if self._eights and found is None:
-            refuse_eights(self.policy, "compiled")
-        if found is not None and self._eights:
-            found.keep_eights(self.policy)
+        if self._float8 and found is None:
+            refuse_float8(self.policy, "compiled")
+        if found is not None and self._float8:
+            found.use_float8(self.policy)
         return found
 
     def weights_changed(self) -> None:
@@ -86,10 +87,10 @@ class CpuRunner(ModelRunner):
         if self.decoder is None or isinstance(context, ExactAttention):
             return super()._prompt_states(tokens_T, positions_T, context)
         slots_T = context.page_of_T * self.cache.page_size + context.slot_of_T
-        hear = self.writer(context.page_of_T, context.slot_of_T)
+        record = self.writer(context.page_of_T, context.slot_of_T)
         if max(stretch.start + stretch.length for stretch in context.stretches) > _SHORT:
             context.stored = True
-            return self.decoder.hidden(tokens_T, positions_T, slots_T, context, hear)
+            return self.decoder.hidden(tokens_T, positions_T, slots_T, context, record)
         table = torch.zeros(
             len(context.stretches), max(len(stretch.pages) for stretch in context.stretches), dtype=torch.int32
         )
@@ -97,7 +98,7 @@ class CpuRunner(ModelRunner):
             row[: len(stretch.pages)] = torch.tensor(stretch.pages)
         lengths = torch.tensor([stretch.length for stretch in context.stretches])
         stretches_T = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
-        return self.decoder.rows(tokens_T, positions_T, slots_T, stretches_T, table, hear)
+        return self.decoder.rows(tokens_T, positions_T, slots_T, stretches_T, table, record)
 
     def _decode_states(self, tokens_B: Tensor, lengths_B: Tensor, table: Tensor) -> Tensor:
         if self.decoder is None:
@@ -105,8 +106,8 @@ class CpuRunner(ModelRunner):
         size, positions_B = self.cache.page_size, lengths_B.long() - 1
         pages_B = table.long().gather(1, (positions_B // size)[:, None])[:, 0]
         slots_B = pages_B * size + positions_B % size
-        hear = self.writer(pages_B, positions_B % size)
-        return self.decoder.rows(tokens_B, positions_B, slots_B, torch.arange(len(table)), table, hear)
+        record = self.writer(pages_B, positions_B % size)
+        return self.decoder.rows(tokens_B, positions_B, slots_B, torch.arange(len(table)), table, record)
 
     def _logits(self, hidden_BH: Tensor) -> Tensor:
         if self.decoder is None:
@@ -122,7 +123,6 @@ class PackedDecoder(FusedDecoder):
         if not packed.available(policy.dtype):
             return None
         found = super().of(policy, cache)
-        assert found is None or isinstance(found, PackedDecoder)
         if found is not None:
             log.info("%s: packed copies of the weights take %.2f GB", policy.source, found.packed_bytes / 1e9)
         return found
@@ -138,7 +138,7 @@ class PackedDecoder(FusedDecoder):
             return False
         inner = {inner_of(layer.mlp) for layer in decoder.layers}
         depths = policy.head.weight.shape[1], policy.heads * policy.head_dim, *inner
-        return packed.fits(policy.dtype, *depths, head_dim=policy.head_dim) and turns_in(policy, policy.dtype)
+        return packed.fits(policy.dtype, *depths, head_dim=policy.head_dim) and rotary_is_in(policy, policy.dtype)
 
     def __init__(self, policy: Policy, cache: KVCache, attentions: Sequence[AttentionCall]) -> None:
         super().__init__(policy, cache, attentions)
@@ -168,9 +168,9 @@ class PackedDecoder(FusedDecoder):
         """Whether the policy's parameters are still where they were."""
         return self._addresses == self._find_addresses(policy)
 
-    def keep_eights(self, policy: Policy) -> None:
+    def use_float8(self, policy: Policy) -> None:
         """Round what a GPU keeps in 8 bits as it does; products are those of the type of the model."""
-        self._require_eights(policy)
+        self.require_float8_layers(policy)
         self._rounds = True
         self._pack()
 
@@ -215,7 +215,7 @@ class PackedDecoder(FusedDecoder):
         positions_T: Tensor,
         slots_T: Tensor,
         context: AttentionContext,
-        hear: Hear | None = None,
+        record: RecordExperts | None = None,
     ) -> Tensor:
         x = self._begin(tokens_T)
         for i, layer in enumerate(self.layers):
@@ -225,7 +225,7 @@ class PackedDecoder(FusedDecoder):
             q, k, v = torch.split(by_head, [self.heads, self._decoder.kv_heads, self._decoder.kv_heads])
             mixed = context.attend(i, q, k, v, scale=how.scale, window=how.window, softcap=how.softcap, sinks=how.sinks)
             packed.finish_layer(self._decoder, self._layers[i], mixed.reshape(len(x), -1))
-        self._tell(hear, len(x))
+        self._record_experts(record, len(x))
         return packed.norm(x, self.norm)
 
     def rows(
@@ -235,22 +235,22 @@ class PackedDecoder(FusedDecoder):
         slots_T: Tensor,
         sequences_T: Tensor,
         table: Tensor,
-        hear: Hear | None = None,
+        record: RecordExperts | None = None,
     ) -> Tensor:
         """`hidden` in one call: each row attends to the pages of its sequence, a row of the table."""
         x = self._begin(tokens_T)
         packed.forward(self._decoder, self._layers, positions_T, slots_T, sequences_T, table, self._dtype)
-        self._tell(hear, len(x))
+        self._record_experts(record, len(x))
         return packed.norm(x, self.norm)
 
-    def _tell(self, hear: Hear | None, rows: int) -> None:
-        """Of the experts that the last pass chose."""
+    def _record_experts(self, record: RecordExperts | None, rows: int) -> None:
+        """Call `record` with the experts that each layer chose in the last pass."""
         choices = [layer.choice for layer in self.layers if layer.choice is not None]
-        if hear is None or not choices:
+        if record is None or not choices:
             return
         each = rows * choices[0].top_k
         for choice in choices:
-            hear(choice.number, self._room["chosen"][choice.number * each :][:each].view(rows, -1))
+            record(choice.number, self._room["chosen"][choice.number * each :][:each].view(rows, -1))
 
     def head(self, hidden_NH: Tensor) -> Tensor:
         return packed.linear(hidden_NH, self._packed_head, getattr(self._head, "bias", None))
@@ -267,7 +267,7 @@ class PackedDecoder(FusedDecoder):
         return x if self.multipliers[0] == 1.0 else x.mul_(self.multipliers[0])
 
     def _rooms(self, rows: int) -> dict[str, Tensor]:
-        """What passes through the layers, by its name in `packed.Decoder`."""
+        """Room for what passes through the layers, by the names in `packed.Decoder`."""
         hidden, choices = self._decoder.hidden, [layer.choice for layer in self.layers if layer.choice is not None]
         widths = {"x": hidden, "added": hidden, "qkv": len(self.layers[0].qkv), "normed": hidden}
         widths["mixed"] = self.heads * self._decoder.dim
@@ -289,7 +289,7 @@ class PackedDecoder(FusedDecoder):
         choice, bias = self.layers[i].choice, self._limits[i]
         if choice is None:
             return None
-        _, down_bias, alpha, limit = choice.limited or (None, None, 0.0, 0.0)
+        _, down_bias, alpha, limit = choice.limits or (None, None, 0.0, 0.0)
         tensors = {
             "router": self._packed[i]["router"].data, "router_bias": choice.bias, "gate_up_bias": bias,
             "down_bias": down_bias,
@@ -332,7 +332,7 @@ class PackedDecoder(FusedDecoder):
 
 
 def _room_for(layer: DecoderLayer) -> dict[str, packed.Packed]:
-    """Of the packed copies of a layer, by their names in `packed.Layer` and `packed.ExpertMix`."""
+    """Room for the packed copies of a layer, by their names in `packed.Layer` and `packed.ExpertMix`."""
     dtype, hidden, inner = layer.qkv.dtype, len(layer.out), layer.inner
     experts = 1 if layer.choice is None else len(layer.choice.weight)
     copies = {
@@ -350,7 +350,7 @@ def _experts(layer: DecoderLayer) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     if layer.choice is None:
         all_gate_up, all_down = all_gate_up[None], all_down[None]
     for gate_up, down in zip(all_gate_up, all_down, strict=True):
-        if layer.choice is not None and layer.choice.limited is not None:
+        if layer.choice is not None and layer.choice.limits is not None:
             yield gate_up[:, 0::2].t().contiguous(), gate_up[:, 1::2].t().contiguous(), down.t().contiguous()
         else:
             gate, up = gate_up.chunk(2)
@@ -359,13 +359,13 @@ def _experts(layer: DecoderLayer) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
 
 def _limit_bias(layer: DecoderLayer) -> Tensor | None:
     """`[experts, 2, inner]` of experts that keep the biases of gate and up in turn."""
-    if layer.choice is None or layer.choice.limited is None:
+    if layer.choice is None or layer.choice.limits is None:
         return None
-    bias = layer.choice.limited[0].detach()
+    bias = layer.choice.limits[0].detach()
     return bias.view(len(bias), -1, 2).transpose(1, 2).contiguous()
 
 
 def _rules(layer: Any) -> set[NormRule]:
-    """Of the norms around attention and MLP."""
+    """The rules of the norms around attention and MLP."""
     norms = (norm_of(getattr(layer, name)) for name in halves_of(layer) or () if name)
     return {norm.rule for norm in norms if norm is not None}

@@ -1,4 +1,4 @@
-"""The native engine: one thread that repeats schedule → run → postprocess, and an async face.
+"""The native engine: one thread that repeats schedule → run → postprocess, and an async interface.
 
 Commands (new requests, aborts, weight updates, pause) are taken between two steps, so they work while sequences are
 in flight. The engine uses the trainer's own modules: a weight update in the same process is a new version number.
@@ -20,7 +20,8 @@ import torch
 from kitae.engines.base import Capabilities, Completion, EngineStats, Request, Sampled, WeightUpdate
 from kitae.engines.config import EngineConfig
 from kitae.engines.native.choose_runner import make_runner
-from kitae.engines.native.page_cache import KVCache, PagePool
+from kitae.engines.native.ngram_speculation import DRAFT_TOKENS
+from kitae.engines.native.page_cache import PAGE_SIZE, KVCache, PagePool
 from kitae.engines.native.runner import ModelRunner, Result
 from kitae.engines.native.scheduler import Scheduler
 from kitae.engines.native.sequence import Decoding
@@ -39,7 +40,7 @@ _LONGEST_BURST = 25  # times the lingering over one request
 
 
 class _Launched(NamedTuple):
-    """A step whose results were not read: `width` rows for each of its sequences; the version that samples."""
+    """A step whose results have not been read, with `width` rows of each sequence and the version that samples."""
 
     sequences: list[Decoding]
     width: int
@@ -50,30 +51,42 @@ class _Launched(NamedTuple):
 class NativeEngine:
     """Implements `kitae.engines.base.Engine`. `close` it when done; pending requests then raise `EngineError`.
 
-    records_experts: those that a mixture chooses, with the cache; `ModelError` where the policy is none.
+    records_experts: keep the experts that a mixture chooses, with the cache; `ModelError` where the policy has none.
+    plain: use the policy's own modules without kernels; None: as the policy was loaded. page_size: tokens in a page of
+    the cache. draft_tokens: of each sequence, where few are decoded; None: as `engine.speculation` says.
     """
 
     capabilities = Capabilities(shares_weights=True)
 
     def __init__(
-        self, policy: Policy, config: EngineConfig, version: int = 0, *, records_experts: bool = False
+        self,
+        policy: Policy,
+        config: EngineConfig,
+        version: int = 0,
+        *,
+        records_experts: bool = False,
+        plain: bool | None = None,
+        page_size: int = PAGE_SIZE,
+        draft_tokens: int | None = None,
     ) -> None:
         self.policy = policy
         self.version = version
         self._config = config
+        self._plain = policy.plain if plain is None else plain
+        self._draft_tokens = DRAFT_TOKENS * config.speculation if draft_tokens is None else draft_tokens
         routers = RouterShape.of(policy.model) if records_experts else None
         eight_bits = config.cache_dtype == "int8"
-        self.cache = KVCache(policy, config.memory_gb, config.page_size, routers, eight_bits=eight_bits)
+        self.cache = KVCache(policy, config.memory_gb, page_size, routers, eight_bits=eight_bits)
         self.scheduler = Scheduler(
             PagePool(self.cache.pages),
-            config.page_size,
+            page_size,
             config.max_batch,
             config.prefill_tokens,
-            self.cache.stow,
+            self.cache.swap_out,
             int(config.host_memory_gb * 2**30 // self.cache.page_bytes),
             self._remember if records_experts else None,
         )
-        self.runner: ModelRunner = make_runner(policy, self.cache, config)
+        self.runner = self._make_runner()
         self._launched: deque[_Launched] = deque()
         self.generated = 0
         self.busy = 0.0
@@ -87,7 +100,10 @@ class NativeEngine:
         self._thread = threading.Thread(target=self._run, name="kitae-engine", daemon=True)
         self._thread.start()
 
-    # The async face. Each call becomes a command for the engine's thread.
+    def _make_runner(self) -> ModelRunner:
+        return make_runner(self.policy, self.cache, self._config, plain=self._plain, draft_tokens=self._draft_tokens)
+
+    # The async interface. Each call becomes a command for the engine's thread.
 
     async def generate(self, request: Request) -> Completion:
         self._check(request)
@@ -133,7 +149,7 @@ class NativeEngine:
         return self.scheduler.stats(self.version, self.generated, self.busy)
 
     def in_flight(self) -> list[Decoding]:
-        """The sequences that are not done. They grow meanwhile: a token counts once it is in `versions`."""
+        """The sequences that are not done. They grow while they are read: a token counts once it is in `versions`."""
         return list(self._sequences.values())
 
     async def close(self) -> None:
@@ -202,10 +218,10 @@ class NativeEngine:
         self._fail_all(EngineError("the engine was closed"))
 
     def _take_commands(self) -> None:
-        """Run what is queued; sleep on the queue when there is nothing else to do.
+        """Run queued commands; sleep on the queue when there is nothing else to do.
 
-        An idle engine lingers a moment over each request, so that a burst of them is computed as one batch: that is
-        faster, and the same requests make the same batches again. A stream of them that does not end is not waited for.
+        An idle engine waits a moment after each request, so that a burst of them is computed as one batch: that is
+        faster, and the same requests make the same batches again. It does not wait for a stream that does not end.
         """
         lingers = self.scheduler.idle
         longest: float | None = None
@@ -232,7 +248,7 @@ class NativeEngine:
         if admission.any:
             self._collect(0)
             self._launched.append(_Launched(admission.fresh, 1, self.version, self.runner.prefill(admission)))
-            self.scheduler.are_back(admission.resumed)
+            self.scheduler.note_swapped_in(admission.resumed)
             self._collect(0)
         else:
             self._launch()
@@ -240,7 +256,11 @@ class NativeEngine:
         self.busy += time.perf_counter() - began
 
     def _launch(self) -> None:
-        """A step of all running sequences. Who guesses must know what was sampled; in a full cache nobody does."""
+        """Launch a step of all running sequences.
+
+        Drafts continue the text, so all results must be read before the first step with drafts; in a full cache there
+        are no drafts.
+        """
         width = self.runner.width(self.scheduler.running)
         if width > 1 and any(step.width == 1 for step in self._launched):
             self._collect(0)
@@ -262,7 +282,7 @@ class NativeEngine:
                     self._append(sequence, token, logprob, step.version)
 
     def _has_ended(self, sequence: Decoding) -> bool:
-        """By a stop string in a token before: the device knows of none."""
+        """Whether a stop string ended the sequence before this token: the device does not know stop strings."""
         return self._sequences.get(sequence.request.id) is not sequence
 
     def _append(self, sequence: Decoding, token: int, logprob: float, version: int) -> None:
@@ -289,7 +309,7 @@ class NativeEngine:
         sequence.done(sequence.completion(finish))
 
     def _remember(self, sequence: Decoding) -> None:
-        """The experts that its tokens were sampled with: those of the first time, if some were computed again since."""
+        """Keep the experts that the tokens were sampled with, from before what was computed again since."""
         start, before = sequence.request.experts_from, sequence.experts
         if start is None or not sequence.pages:
             return
@@ -348,22 +368,22 @@ class NativeEngine:
         if paused:
             self.runner.rest() if self._config.keep_cache else self._free_cache()
         if self.policy.device.type == "cpu":
-            return_freed_memory()  # what one side of the process has freed, the other would not fill: sizes differ
+            return_freed_memory()  # engine and trainer allocate other sizes, so neither fills what the other has freed
         if not paused and not self._config.keep_cache:
             self._restore_cache()
 
     def _free_cache(self) -> None:
-        """What is in flight waits without pages: in the memory of the host, or it is computed again."""
+        """Sequences in flight give up their pages, which are swapped out or will be computed again."""
         self.scheduler.preempt_all(again=False)
         self.scheduler.forget_prefixes()
         self.scheduler.forget_sessions()
-        self.runner = ModelRunner(self.policy, self.cache, fast=False)  # holds none of its memory
+        self.runner = ModelRunner(self.policy, self.cache, plain=True)  # holds none of its memory
         self.cache.free()
 
     def _restore_cache(self) -> None:
         self.cache.allocate()
         with torch.inference_mode(False):
-            self.runner = make_runner(self.policy, self.cache, self._config)
+            self.runner = self._make_runner()
 
     def _fail_all(self, error: EngineError, cause: Exception | None = None) -> None:
         error.__cause__ = cause

@@ -29,10 +29,10 @@ from triton.errors import TritonError
 
 from kitae.engines.base import SamplingParams
 from kitae.engines.native import sampler
-from kitae.engines.native.fused import FusedDecoder
+from kitae.engines.native.gpu_decoder import GpuDecoder
 from kitae.engines.native.page_cache import KVCache
 from kitae.engines.native.paged_attention import ExactAttention, PrefillAttention
-from kitae.engines.native.runner import ModelRunner, Result, agreed, refuse_eights, require_finite
+from kitae.engines.native.runner import ModelRunner, Result, accepted, refuse_float8, require_finite
 from kitae.engines.native.scheduler import Admission
 from kitae.engines.native.sequence import Decoding
 from kitae.kernels.cuda import decoding, paged, shared_prompts, speculation, training
@@ -54,8 +54,8 @@ def bucket(batch: int) -> int:
 
 class CudaRunner(ModelRunner):
     linger = 0.005
-    guessed_rows = 64
-    easy_rows = 32  # up to which one more costs next to nothing: beyond, a sequence guesses one token
+    speculative_rows = 64
+    cheap_rows = 32  # up to which one more costs next to nothing: beyond, a sequence drafts one token
     worth_sharing = 80 * 2**20  # bytes that a layer must read less for prompts that are read once for all samples
 
     def __init__(
@@ -65,26 +65,26 @@ class CudaRunner(ModelRunner):
         max_batch: int,
         *,
         merges: bool = True,
-        eights: bool = False,
-        guesses: int = 0,
+        float8: bool = False,
+        draft_tokens: int = 0,
     ) -> None:
-        """merges: adapters are merged into copies of their weights. eights: weights are kept in 8 bits."""
-        super().__init__(policy, cache, fast=False, guesses=guesses)
-        self._merges, self._eights = merges, eights
+        """merges: adapters are merged into copies of their weights. float8: weights are kept in 8 bits."""
+        super().__init__(policy, cache, plain=True, draft_tokens=draft_tokens)
+        self._merges, self._float8 = merges, float8
         self.decoder = self._fused()
         rows = bucket(max_batch)
-        many = max(rows, self.guessed_rows if self.guesses else 0)
+        many = max(rows, self.speculative_rows if self.draft_tokens else 0)
         columns = min(-(-policy.max_context // cache.page_size), cache.pages) + 1
         self.state = torch.zeros(rows, decoding.COLUMNS, dtype=torch.int64, device=self.device)
         self.table = torch.zeros(rows, columns, dtype=torch.int32, device=self.device)
         self.logits = torch.empty(many, policy.vocabulary, dtype=policy.dtype, device=self.device)
         longest = min(policy.max_context, cache.pages * cache.page_size) + 1
-        guessing = self.guessed_rows // 2 if self.guesses else 0
-        self.texts = torch.zeros(guessing, longest, dtype=torch.int32, device=self.device)
+        drafting = self.speculative_rows // 2 if self.draft_tokens else 0
+        self.texts = torch.zeros(drafting, longest, dtype=torch.int32, device=self.device)
         self.groups = torch.zeros(max(1, rows // 2), 3, dtype=torch.int32, device=self.device)
         self.skips = torch.zeros(rows, dtype=torch.int32, device=self.device)
         self._shared: tuple[int, bool] | None = None  # for how many rows a sequence, and whether it is worth it
-        self._told: list[Decoding] = []  # whose texts are in the first rows, as they are now
+        self._text_rows: list[Decoding] = []  # whose texts are in the first rows, as they are now
         self._rows: list[Decoding] = []  # who holds the first rows of state and table
         self._pages: list[int] = []  # how many of their pages the table has
         self._steps: dict[tuple[int, int, bool], _Step] = {}  # by sequences, rows of each, and whether they share
@@ -106,15 +106,15 @@ class CudaRunner(ModelRunner):
         elif self.decoder is not None:
             self.decoder.refresh()
 
-    def _fused(self) -> FusedDecoder | None:
+    def _fused(self) -> GpuDecoder | None:
         adapted = self.policy.model is not self.policy.base
         if self.policy.exact or (adapted and not self._merges):
             return None
-        found = FusedDecoder.of(self.policy, self.cache)
-        if self._eights and found is None:
-            refuse_eights(self.policy, "fused")
-        if found is not None and self._eights:
-            found.keep_eights(self.policy)
+        found = GpuDecoder.of(self.policy, self.cache)
+        if self._float8 and found is None:
+            refuse_float8(self.policy, "fused")
+        if found is not None and self._float8:
+            found.use_float8(self.policy)
         return found
 
     def _find_addresses(self) -> list[int]:
@@ -155,7 +155,7 @@ class CudaRunner(ModelRunner):
 
     def width(self, running: list[Decoding]) -> int:
         batch = bucket(max(1, len(running)))
-        most = min(1 + self.guesses, max(self.easy_rows // batch, min(2, self.guessed_rows // batch)))
+        most = min(1 + self.draft_tokens, max(self.cheap_rows // batch, min(2, self.speculative_rows // batch)))
         if most < 2 or any(sampler.is_filtered(s.request.sampling) for s in running):  # the host draws for these
             return 1
         return most
@@ -165,9 +165,9 @@ class CudaRunner(ModelRunner):
             self._arrange(running)
         self._send_new_pages()
         if width > 1:
-            self._tell(running)
+            self._upload_texts(running)
         else:
-            self._told = []
+            self._text_rows = []
         shares = self._share(width)
         try:
             out = self._step_for(bucket(len(running)), width, shares).run(self)
@@ -178,10 +178,10 @@ class CudaRunner(ModelRunner):
                 return self.decode(running, width)
             if width == 1:
                 raise
-            log.warning("%s: no guesses, kernels for them do not fit this GPU: %s", self.policy.source, error)
-            self.guesses = 0
+            log.warning("%s: no speculative decoding, its kernels do not fit this GPU: %s", self.policy.source, error)
+            self.draft_tokens = 0
             alone = self.decode(running)
-            return lambda: agreed([[0]] * len(running), width, *alone())
+            return lambda: accepted([[0]] * len(running), width, *alone())
         return self._read(out, self.logits, [s for s in running for _ in range(width)])
 
     def _share(self, width: int) -> bool:
@@ -216,19 +216,19 @@ class CudaRunner(ModelRunner):
             start += len(same)
         return found
 
-    def _tell(self, running: list[Decoding]) -> None:
-        """Bring the texts of these into the first rows: those on the device are longer than the host may know."""
-        if running == self._told:
+    def _upload_texts(self, running: list[Decoding]) -> None:
+        """Make the first rows hold the texts of these sequences; the device's are longer than the host may know."""
+        if running == self._text_rows:
             return
-        row_of = {id(s): row for row, s in enumerate(self._told)}
+        row_of = {id(s): row for row, s in enumerate(self._text_rows)}
         order = [row_of.get(id(s), 0) for s in running]
-        if self._told and order != list(range(len(running))):
+        if self._text_rows and order != list(range(len(running))):
             self.texts[: len(running)] = self.texts[self._send(np.array(order))]
         for row, s in enumerate(running):
             if id(s) not in row_of:
                 text = np.array((*s.request.prompt_tokens, *s.tokens), dtype=np.int32)
                 self.texts[row, : len(text)] = self._send(text)
-        self._told = list(running)
+        self._text_rows = list(running)
 
     def _read(self, out: Tensor, logits: Tensor, sequences: list[Decoding]) -> Result:
         """Start copying a step's output to the host."""
@@ -266,8 +266,8 @@ class CudaRunner(ModelRunner):
             self._forget(s)
 
     def _forget(self, sequence: Decoding) -> None:
-        """What the device has for this sequence is out of date."""
-        for known in (self._rows, self._told):
+        """Upload the sequence again before the next step, since the device's copy is out of date."""
+        for known in (self._rows, self._text_rows):
             if sequence in known:
                 known[known.index(sequence)] = _NOBODY
 
@@ -319,8 +319,9 @@ class CudaRunner(ModelRunner):
 
 
 class _Step:
-    """One token for the first `batch` sequences of a runner; width: rows of each, with its guesses. shares: samples of
-    a prompt are computed together.
+    """A decoding step of the first `batch` sequences of a runner, as a CUDA graph where that can be captured.
+
+    width: rows of each sequence, its draft tokens included. shares: samples of a prompt are computed together.
 
     It does not hold the runner, with which its memory is free.
     """
@@ -370,7 +371,7 @@ class _Step:
             tokens_B, positions_B, slots_B, lengths_B = speculation.begin(state, table, texts, self.width, page, trash)
         out = self._draw(runner, state, table, tokens_B, positions_B, slots_B, lengths_B)
         if self.width > 1:
-            speculation.keep_agreed(state, texts, tokens_B, lengths_B, out)
+            speculation.keep_accepted(state, texts, tokens_B, lengths_B, out)
         return out
 
     def _draw(
@@ -392,8 +393,8 @@ class _Step:
         logits, write = runner.logits[:rows], runner.writer(*places)
         plain = not policy.exact and getattr(policy.head, "bias", None) is None
         as_is = plain and policy.transform == HeadTransform()
-        if runner.decoder is not None and as_is and rows <= runner.decoder.few_rows:
-            runner.decoder.logits_of_few(
+        if runner.decoder is not None and as_is and rows <= runner.decoder.small_batch_rows:
+            runner.decoder.small_batch_logits(
                 tokens_B, positions_B, slots_B, table, lengths_B, policy.head.weight, logits, write, groups
             )
             return runner.draw(logits, state)

@@ -1,4 +1,4 @@
-"""What an engine of Kitae's own cannot do on this machine, with this model, as far as that is known without weights."""
+"""What the native engine cannot do on this machine with this model, as far as that is known without weights."""
 
 from kitae.engines.config import EngineConfig
 from kitae.errors import ConfigError
@@ -9,14 +9,14 @@ from kitae.models.load import check_dense, pick_device, pick_dtype
 
 
 def check_engine(engine: EngineConfig, model: ModelConfig, *, here: bool) -> None:
-    """here: it samples on this machine."""
+    """Raise `ConfigError` for what is impossible; here: the engine samples on this machine."""
     if engine.weights_dtype == "float8":
         check_dense(model, "engine.weights_dtype = 'float8'")
         if here:
-            _check_eights(engine, model)
+            _check_float8(engine, model)
 
 
-def _check_eights(engine: EngineConfig, model: ModelConfig) -> None:
+def _check_float8(engine: EngineConfig, model: ModelConfig) -> None:
     device = pick_device(model.device)
     dtype = pick_dtype(model.dtype, device)
     if device.type == "cuda":

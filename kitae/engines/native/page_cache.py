@@ -6,11 +6,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kitae.engines.native.sequence import Stowed
+from kitae.engines.native.sequence import SwappedPages
 from kitae.errors import EngineError, ModelError
 from kitae.models.policy import Policy
 from kitae.models.routing import RouterShape
 from kitae.types import ExpertArray
+
+PAGE_SIZE = 16  # tokens
 
 
 class PagePool:
@@ -49,8 +51,8 @@ class PagePool:
 class Pages:
     """Keys, or values, of one layer: `[pages + 1, kv_heads, page_size, head_dim]`, in the policy's dtype.
 
-    scales: None; where numbers are 8 bits wide, what those of a head of a token are times, `[pages + 1, kv_heads,
-    page_size]`: the largest of them is 127.
+    scales: None, or, where numbers are 8 bits wide, the factor of each head of a token, `[pages + 1, kv_heads,
+    page_size]`; the largest number of a head is 127.
     """
 
     numbers: Tensor
@@ -138,7 +140,7 @@ class KVCache:
         return Pages(self._numbers[side, layer], scales, self.like.dtype)
 
     def free(self) -> None:
-        """Give the memory back. What was in it is lost; runners that have used it must go too."""
+        """Free the memory. Its contents are lost, and runners that have used it must be made again."""
         self._numbers, self._scales = self.like.new_empty((2, 0)), None
         self.keys, self.values, self.experts = [], [], None
 
@@ -150,29 +152,29 @@ class KVCache:
         for tensor, dim in self._by_page():
             tensor.index_copy_(dim, there, tensor.index_select(dim, here))
 
-    def stow(self, pages: list[int]) -> Stowed:
-        """A copy in the memory of the host. The pages may be given away at once: the device does things in order."""
+    def swap_out(self, pages: list[int]) -> SwappedPages:
+        """Copy pages to the memory of the host. They may be reused at once, since the device works in order."""
         here = torch.tensor(pages, device=self.like.device)
         found = []
         for tensor, dim in self._by_page():
             picked = tensor.index_select(dim, here)
             host = torch.empty(picked.shape, dtype=picked.dtype, pin_memory=picked.is_cuda)
             found.append(host.copy_(picked, non_blocking=True))
-        return Stowed(len(pages), tuple(found))
+        return SwappedPages(len(pages), tuple(found))
 
-    def bring_back(self, stowed: Stowed, pages: list[int]) -> None:
+    def swap_in(self, swapped: SwappedPages, pages: list[int]) -> None:
         there = torch.tensor(pages, device=self.like.device)
-        for (tensor, dim), host in zip(self._by_page(), stowed.tensors, strict=True):
+        for (tensor, dim), host in zip(self._by_page(), swapped.tensors, strict=True):
             tensor.index_copy_(dim, there, host.to(tensor.device, non_blocking=True))
 
     def _by_page(self) -> list[tuple[Tensor, int]]:
-        """All that a page has, and along which dimension pages lie."""
+        """All tensors that hold something of a page, each with the dimension along which pages lie."""
         found = [(self._numbers, 2)]
         found += [] if self._scales is None else [(self._scales, 2)]
         return found + ([] if self.experts is None else [(self.experts, 0)])
 
     def experts_of(self, pages: list[int], start: int, stop: int) -> ExpertArray | None:
-        """Those of positions [start, stop) of a sequence that has these pages; None: they are not recorded."""
+        """The experts of positions [start, stop) of a sequence with these pages; None if they are not recorded."""
         if self.experts is None:
             return None
         size = self.page_size

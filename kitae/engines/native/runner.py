@@ -19,7 +19,8 @@ from kitae.kernels.exact.exact_attention import Reach
 from kitae.models.policy import Policy
 from kitae.models.routing import is_router, routers_of, watch_routing
 
-# Waits. The token is -1 in a row of a sequence that had ended, and in that of a guess that was wrong.
+# Waits for tokens and log-probs, one of each for every row. The token is -1 in a row of a sequence that had ended
+# before, and in that of a rejected draft.
 Result = Callable[[], tuple[list[int], list[float]]]
 
 
@@ -28,33 +29,35 @@ class ModelRunner:
 
     ahead = 0  # steps that may be launched before the results of an earlier one are read
     linger = 0.02  # seconds that an idle engine waits for more requests
-    guessed_rows = 8  # most rows of a step with guesses: beyond, they cost more than they save
-    reread = 0.5  # of the bytes of all weights: what rows of guesses may read again of keys and values
+    speculative_rows = 8  # most rows of a step with draft tokens: beyond, they cost more than they save
+    reread_share = 0.5  # of the bytes of all weights: what rows of draft tokens may read again of keys and values
 
-    def __init__(self, policy: Policy, cache: KVCache, fast: bool, guesses: int = 0) -> None:
-        """guesses: tokens that each of a few sequences guesses; none in a mixture, where each row reads weights."""
+    def __init__(self, policy: Policy, cache: KVCache, *, plain: bool = False, draft_tokens: int = 0) -> None:
+        """plain: no compiled kernels, only torch.
+
+        draft_tokens: of each sequence, where few are decoded; none in a mixture, where each row reads weights.
+        """
         self.policy = policy
         self.cache = cache
         self.device = policy.device
-        self.guesses = 0 if any(map(is_router, policy.model.modules())) else guesses
+        self.draft_tokens = 0 if any(map(is_router, policy.model.modules())) else draft_tokens
         self._weight_bytes = sum(p.numel() * p.element_size() for p in policy.model.parameters())
-        self.kernels = decoding_kernels(policy.device, policy.dtype, policy.head_dim) if fast else None
+        self.kernels = None if plain else decoding_kernels(policy.device, policy.dtype, policy.head_dim)
         self._routers = [] if cache.experts is None else routers_of(policy.model)
 
     def weights_changed(self) -> None:
         """Called after every weight update."""
 
     def rest(self) -> None:
-        """Called when the engine stands still: what the next step can make again is given back."""
+        """Called when the engine is paused: memory that the next step can fill again is freed."""
 
     def prefill(self, admission: Admission) -> Result:
-        """Compute new prompts and preempted tails, or bring these back from the host, and sample the first token of
-        every fresh sequence."""
+        """Compute new prompts, compute or swap in preempted tails, and sample the first token of fresh sequences."""
         self._compute_prompts(admission)
         for s in admission.resumed:
-            if s.stowed is not None:
+            if s.swapped is not None:
                 first = s.prompt_length // self.cache.page_size
-                self.cache.bring_back(s.stowed, s.pages[first : first + s.stowed.pages])
+                self.cache.swap_in(s.swapped, s.pages[first : first + s.swapped.pages])
         self.cache.copy_pages([a for a, _ in admission.copies], [b for _, b in admission.copies])
         if not admission.fresh:
             return lambda: ([], [])
@@ -81,7 +84,7 @@ class ModelRunner:
         for prefix in admission.prefixes:
             add(prefix.tokens, prefix.start, prefix.pages)
         for s in admission.resumed:
-            if s.stowed is not None:
+            if s.swapped is not None:
                 continue
             # From the last shared page border on: the tail of the prompt goes into the sequence's own page again.
             start = s.prompt_length // page_size * page_size
@@ -107,18 +110,18 @@ class ModelRunner:
         return self.policy.hidden(tokens_T, positions_T, context)
 
     def width(self, running: list[Decoding]) -> int:
-        """Rows of each of these sequences in a step: one, and its guesses."""
-        most = min(1 + self.guesses, self.guessed_rows // max(1, len(running)))
+        """Rows of each of these sequences in a step: one, and its draft tokens."""
+        most = min(1 + self.draft_tokens, self.speculative_rows // max(1, len(running)))
         if most < 2:
             return 1
         # Rows of one sequence do not share what they read; without kernels they copy it.
         again = sum(s.cached for s in running) * self.cache.page_bytes / self.cache.page_size
-        room = self.reread * self._weight_bytes / (1 if self.kernels is not None else 8)
+        room = self.reread_share * self._weight_bytes / (1 if self.kernels is not None else 8)
         return min(most, 1 + int(room // max(1, again)))
 
     def decode(self, running: list[Decoding], width: int = 1) -> Result:
-        """One token for every running sequence, and those that it guesses right: `width` rows of each, in order."""
-        texts = [[s.tokens[-1], *(s.guess(width - 1) if width > 1 else ())] for s in running]
+        """One token for every running sequence, and its accepted drafts: `width` rows of each sequence, in order."""
+        texts = [[s.tokens[-1], *(s.draft(width - 1) if width > 1 else ())] for s in running]
         rows = [(s, i) for s, text in zip(running, texts, strict=True) for i in range(len(text))]
         lengths = np.array([s.cached + 1 + i for s, i in rows], dtype=np.int32)
         table = np.zeros((len(rows), max(len(s.pages) for s in running)), dtype=np.int32)
@@ -128,7 +131,7 @@ class ModelRunner:
         tokens_B = torch.tensor([token for text in texts for token in text], device=self.device)
         hidden = self._decode_states(tokens_B, lengths_B, torch.from_numpy(table).to(self.device))
         drawn = self._sample(self._logits(hidden), [s for s, _ in rows], [i for _, i in rows])
-        return drawn if width == 1 else lambda: agreed(texts, width, *drawn())
+        return drawn if width == 1 else lambda: accepted(texts, width, *drawn())
 
     def _decode_states(self, tokens_B: Tensor, lengths_B: Tensor, table: Tensor) -> Tensor:
         size, last_B = self.cache.page_size, lengths_B.long() - 1
@@ -140,14 +143,14 @@ class ModelRunner:
             return self.policy.hidden(tokens_B, last_B, context)
 
     def recording(self, page_T: Tensor, slot_T: Tensor) -> AbstractContextManager[None]:
-        """Around a pass of the policy's modules: `writer` hears of their experts."""
+        """The context of a pass of the policy's modules in which `writer` records their experts."""
         write = self.writer(page_T, slot_T)
         return nullcontext() if write is None else watch_routing(self._routers, write)
 
     def writer(self, page_T: Tensor, slot_T: Tensor) -> Callable[[int, Tensor], None] | None:
-        """Writes the experts of tokens beside their keys and values, layer by layer; None where the cache has no place.
+        """A function that writes the experts of a layer beside keys and values; None where the cache records none.
 
-        Tensors into tensors at places on the device: a graph that is captured meanwhile writes whenever it is replayed.
+        Indices and values are tensors on the device, so a graph that captures the call writes whenever it is replayed.
         """
         experts = self.cache.experts
         if experts is None:
@@ -162,7 +165,7 @@ class ModelRunner:
         return self.policy.logits(hidden_BH)
 
     def _sample(self, logits: Tensor, sequences: list[Decoding], later: list[int] | None = None) -> Result:
-        """later: how many tokens further each row stands than its sequence."""
+        """later: for each row, how many tokens it is ahead of its sequence."""
         places = [len(s.tokens) + i for s, i in zip(sequences, later or [0] * len(sequences), strict=True)]
         uniform = sampler.uniforms([s.seed for s in sequences], places)
         params = [s.request.sampling for s in sequences]
@@ -173,11 +176,13 @@ class ModelRunner:
         return lambda: done
 
 
-def agreed(
+def accepted(
     texts: list[list[int]], width: int, drawn: list[int], logprobs: list[float]
 ) -> tuple[list[int], list[float]]:
-    """`width` rows for each text, whose first token was known and whose others were guessed: what is drawn after a
-    wrong guess is no token."""
+    """The draws of `width` rows for each text, of which the first token is known and the others are drafts.
+
+    What is drawn after a rejected draft is no token: it becomes -1.
+    """
     tokens, kept, row = [], [], 0
     for text in texts:
         right = 1
@@ -189,8 +194,8 @@ def agreed(
     return tokens, kept
 
 
-def refuse_eights(policy: Policy, decoder: str) -> NoReturn:
-    """Of a policy that no decoder computes, or whose weights are broken: those agree with nothing."""
+def refuse_float8(policy: Policy, decoder: str) -> NoReturn:
+    """Raise `EngineError` for a policy that the decoder did not take; broken weights agree with nothing either."""
     require_finite(all(bool(p.isfinite().all()) for p in policy.model.parameters()))
     raise EngineError(
         f"engine.weights_dtype = 'float8' needs a model that the {decoder} decoder computes, got {policy.source}"

@@ -1,13 +1,13 @@
-"""Who runs in the next step. Pure bookkeeping on pages and lists; no tensors.
+"""Which sequences run in the next step. Pure bookkeeping on pages and lists; no tensors.
 
 Waiting sequences are admitted in order of arrival as soon as a batch slot and pages are free, and prompts go before
 decoding, so a finished sequence's slot is refilled at once. When the cache is full, the sequence admitted last gives
 its pages back and waits in front of the queue; its random stream is a function of the position, so it continues
-exactly where it was. What its own pages held is stowed in the memory of the host while there is room, and copied
-back when it is admitted; otherwise it is computed again.
+exactly where it was. Its own pages are swapped out to the memory of the host while there is room, and swapped in when
+it is admitted again; otherwise they are computed again.
 
-What was computed for a session is kept after its answer, as long as nobody needs the pages: its next request computes
-only what is new. Pages that are kept so are the first to go, those of the session that waits longest before others.
+The cache of a session is kept after an answer, as long as nobody needs the pages: the next request of the session
+computes only what is new. These pages are the first to be freed, those of the session that waits longest before others.
 """
 
 from collections import OrderedDict, deque
@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from kitae.engines.base import EngineStats
 from kitae.engines.native.page_cache import PagePool
-from kitae.engines.native.sequence import Decoding, Lease, Prefix, PrefixKey, Stowed
+from kitae.engines.native.sequence import Decoding, Prefix, PrefixKey, SessionPrefix, SwappedPages
 from kitae.errors import RequestError
 
 
@@ -36,8 +36,11 @@ class Admission:
 
 
 class Scheduler:
-    """stow: copies pages to the host, which has room for `host_pages` of them. leave: hears of a sequence whose pages
-    are about to be taken, to be computed again."""
+    """Assigns pages and batch slots to sequences.
+
+    swap_out: copies pages to the host, which has room for `host_pages` of them. before_preemption: called with a
+    sequence before its pages are taken.
+    """
 
     def __init__(
         self,
@@ -45,9 +48,9 @@ class Scheduler:
         page_size: int,
         max_batch: int,
         prefill_tokens: int,
-        stow: Callable[[list[int]], Stowed] | None = None,
+        swap_out: Callable[[list[int]], SwappedPages] | None = None,
         host_pages: int = 0,
-        leave: Callable[[Decoding], None] | None = None,
+        before_preemption: Callable[[Decoding], None] | None = None,
     ) -> None:
         self.pool = pool
         self.page_size = page_size
@@ -57,14 +60,14 @@ class Scheduler:
         self.running: list[Decoding] = []
         self.prefixes: dict[PrefixKey, Prefix] = {}
         self.users: dict[PrefixKey, int] = {}
-        self.leases: OrderedDict[str, Lease] = OrderedDict()  # by session, the oldest first
+        self.session_prefixes: OrderedDict[str, SessionPrefix] = OrderedDict()  # by session, the oldest first
         self.prompt_tokens = 0
         self.prompt_tokens_shared = 0
         self.preemptions = 0
         self.restored = 0
         self.host_pages = host_pages  # that are free
-        self._stow = stow
-        self._leave = leave
+        self._swap_out = swap_out
+        self._before_preemption = before_preemption
 
     @property
     def idle(self) -> bool:
@@ -89,29 +92,29 @@ class Scheduler:
                 break
             self.running.append(self.waiting.popleft())
         if not admission.any and not self.running and self.waiting:
-            if not self._drop_unused_prefixes() and not self._drop_lease():
+            if not self._drop_unused_prefixes() and not self._drop_session():
                 self._fail(self.waiting[0])
             return self.admit()
         return admission
 
     def _admit_one(self, sequence: Decoding, admission: Admission) -> bool:
         prefix = self.prefixes.get(sequence.key)
-        lease = self._lease_of(sequence) if prefix is None else None
-        kept = lease or Lease((), [])
+        found = self._session_prefix(sequence) if prefix is None else None
+        kept = found or SessionPrefix((), [])
         shared = sequence.prompt_length // self.page_size
         own = self._pages(sequence.cached) - shared
         prompt = 0 if prefix else self._pages(sequence.prompt_length) - len(kept.pages)
-        again = 0 if sequence.stowed else max(0, len(sequence.tokens) - 1)
+        again = 0 if sequence.swapped else max(0, len(sequence.tokens) - 1)
         work = (0 if prefix else sequence.prompt_length - len(kept.tokens)) + again
         # Every running sequence may need a page soon; without this reserve admission and preemption would alternate.
         reserve = min(len(self.running), self.pool.total // 8)
         while own + prompt + reserve > self.pool.free:
-            if not self._drop_lease(but=lease):
+            if not self._drop_session(but=found):
                 return False
         if admission.any and admission.tokens + work > self.prefill_tokens:
             return False
         if prefix is None:
-            self.leases.pop(sequence.request.session, None)
+            self.session_prefixes.pop(sequence.request.session, None)
             prefix = Prefix(sequence.key, kept.pages + self.pool.take(prompt), len(kept.tokens))
             self.prefixes[sequence.key] = prefix
             admission.prefixes.append(prefix)
@@ -133,9 +136,9 @@ class Scheduler:
         return True
 
     def grow(self, ahead: int = 1, *, preempt: bool = True) -> bool:
-        """Give every running sequence pages for its next `ahead` tokens.
+        """Give every running sequence pages for its next `ahead` tokens; returns whether all have them.
 
-        When there are too few, the youngest ones are preempted; with `preempt` off, nobody is, and the answer is False.
+        When there are too few pages, the youngest sequences are preempted, unless `preempt` is off.
         """
         position = 0
         while position < len(self.running):
@@ -143,7 +146,7 @@ class Scheduler:
             wanted = min(sequence.cached + ahead, sequence.capacity)
             if len(sequence.pages) * self.page_size >= wanted:
                 position += 1
-            elif self.pool.free or self._drop_lease():
+            elif self.pool.free or self._drop_session():
                 sequence.pages += self.pool.take(1) if self.pool.free else []
             elif not preempt:
                 return False
@@ -152,11 +155,11 @@ class Scheduler:
         return True
 
     def preempt_all(self, *, again: bool) -> None:
-        """All running sequences give their pages back. `again`: all must be computed anew: the weights changed."""
+        """All running sequences give their pages back; `again`: nothing is swapped out, since the weights changed."""
         while self.running:
             self._preempt(again=again)
         for sequence in self.waiting if again else ():
-            self.forget_stowed(sequence)
+            self.forget_swapped(sequence)
 
     def _preempt_youngest(self) -> bool:
         if len(self.running) < 2:
@@ -167,29 +170,29 @@ class Scheduler:
 
     def _preempt(self, *, again: bool = False) -> None:
         victim = self.running.pop()
-        if self._leave:
-            self._leave(victim)
+        if self._before_preemption:
+            self._before_preemption(victim)
         own = victim.pages[victim.prompt_length // self.page_size : self._pages(victim.cached)]
-        if self._stow and victim.tokens and not again and 0 < len(own) <= self.host_pages:
+        if self._swap_out and victim.tokens and not again and 0 < len(own) <= self.host_pages:
             self.host_pages -= len(own)
-            victim.stowed = self._stow(own)
+            victim.swapped = self._swap_out(own)
         self._release_pages(victim)
         self.waiting.appendleft(victim)
 
-    def are_back(self, resumed: list[Decoding]) -> None:
-        """What was stowed of them is in the cache again."""
+    def note_swapped_in(self, resumed: list[Decoding]) -> None:
+        """The pages of these sequences are in the cache again."""
         for sequence in resumed:
-            self.restored += sequence.stowed is not None
-            self.forget_stowed(sequence)
+            self.restored += sequence.swapped is not None
+            self.forget_swapped(sequence)
 
-    def forget_stowed(self, sequence: Decoding) -> None:
-        """It is back in the cache, or of no use."""
-        if sequence.stowed is not None:
-            self.host_pages += sequence.stowed.pages
-            sequence.stowed = None
+    def forget_swapped(self, sequence: Decoding) -> None:
+        """Free the copy on the host, which is back in the cache or of no use."""
+        if sequence.swapped is not None:
+            self.host_pages += sequence.swapped.pages
+            sequence.swapped = None
 
     def _fail(self, sequence: Decoding) -> None:
-        """Alone, it needs more than the whole cache: no preemption can help it."""
+        """End a sequence that alone needs more than the whole cache, where no preemption can help."""
         held = sequence.cached
         self.remove(sequence)
         sequence.done(
@@ -200,50 +203,48 @@ class Scheduler:
         )
 
     def remove(self, sequence: Decoding, *, keep: bool = False) -> None:
-        """Forget a finished, failed or aborted sequence; `keep` what was computed of it for its session."""
+        """Forget a finished, failed or aborted sequence; `keep`: its pages stay for the next request of its session."""
         if sequence in self.running:
             self.running.remove(sequence)
         else:
             self.waiting.remove(sequence)
         if keep and sequence.request.session and sequence.pages:
-            self._keep(sequence)
+            self._keep_for_session(sequence)
         self._release_pages(sequence)
-        self.forget_stowed(sequence)
+        self.forget_swapped(sequence)
         self.users[sequence.key] -= 1
         if not self.users[sequence.key]:
             del self.users[sequence.key]
             self._drop_prefix(sequence.key)
 
-    def _keep(self, sequence: Decoding) -> None:
+    def _keep_for_session(self, sequence: Decoding) -> None:
         tokens = (*sequence.request.prompt_tokens, *sequence.tokens)[: sequence.cached]
         held = self._pages(len(tokens))
-        self._drop_lease(session=sequence.request.session)
-        self.leases[sequence.request.session] = Lease(tokens, sequence.pages[:held])
+        self._drop_session(session=sequence.request.session)
+        self.session_prefixes[sequence.request.session] = SessionPrefix(tokens, sequence.pages[:held])
         sequence.pages = sequence.pages[held:]
 
-    def _lease_of(self, sequence: Decoding) -> Lease | None:
-        """What is kept for the session of a request, where that goes on with it."""
+    def _session_prefix(self, sequence: Decoding) -> SessionPrefix | None:
+        """What the cache keeps of the request's session, where the prompt begins with it; else that is freed."""
         session, prompt = sequence.request.session, sequence.request.prompt_tokens
-        lease = self.leases.get(session)
-        if lease is None:
+        kept = self.session_prefixes.get(session)
+        if kept is None:
             return None
-        if len(lease.tokens) < len(prompt) and prompt[: len(lease.tokens)] == lease.tokens:
-            return lease
-        self._drop_lease(session=session)
+        if len(kept.tokens) < len(prompt) and prompt[: len(kept.tokens)] == kept.tokens:
+            return kept
+        self._drop_session(session=session)
         return None
 
-    def _drop_lease(self, *, session: str | None = None, but: Lease | None = None) -> bool:
-        """Free what is kept of a session, or of the one that waits longest; whether there was any."""
-        found = next(
-            (name for name, lease in self.leases.items() if lease is not but and session in (None, name)), None
-        )
-        if found is None:
-            return False
-        self.pool.release(self.leases.pop(found).pages)
-        return True
+    def _drop_session(self, *, session: str | None = None, but: SessionPrefix | None = None) -> bool:
+        """Free the pages of a session, or of the one that waits longest; returns whether there were any."""
+        for name, kept in self.session_prefixes.items():
+            if kept is not but and session in (None, name):
+                self.pool.release(self.session_prefixes.pop(name).pages)
+                return True
+        return False
 
     def forget_sessions(self) -> None:
-        while self._drop_lease():
+        while self._drop_session():
             pass
 
     def forget_prefixes(self) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from kitae.engines.base import Completion, Request, Sampled
-from kitae.engines.native.ngram_speculation import Repeats
+from kitae.engines.native.ngram_speculation import NgramDrafts
 from kitae.types import ExpertArray, FinishReason
 
 PrefixKey = tuple[str, tuple[int, ...]]
@@ -14,10 +14,10 @@ PrefixKey = tuple[str, tuple[int, ...]]
 
 @dataclass(slots=True, eq=False)
 class Prefix:
-    """A prompt computed once. Holds one reference to each of its pages while `users` may still join.
+    """A prompt that is computed once. It holds one reference to each of its pages while requests may still join.
 
-    `hidden` is the last hidden state of the prompt: every sample draws its first token from it. The pages hold the
-    first `start` tokens already.
+    `hidden` is the last hidden state of the prompt, from which every sample draws its first token. The pages hold the
+    first `start` tokens already, where a session's cache begins the prompt.
     """
 
     key: PrefixKey
@@ -31,16 +31,16 @@ class Prefix:
 
 
 @dataclass(frozen=True, slots=True)
-class Lease:
-    """What is kept of a session until its next request: tokens, and the pages that hold them."""
+class SessionPrefix:
+    """What the cache keeps of a session until its next request: the tokens, and the pages that hold them."""
 
     tokens: tuple[int, ...]
     pages: list[int]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Stowed:
-    """What some pages hold, in the memory of the host: keys and values, their scales, experts."""
+class SwappedPages:
+    """The contents of pages in the memory of the host: keys and values, their scales, and experts."""
 
     pages: int
     tensors: tuple[Tensor, ...]
@@ -48,11 +48,11 @@ class Stowed:
 
 @dataclass(slots=True, eq=False)
 class Decoding:
-    """One request on its way. The cache holds all its tokens but the last generated one.
+    """A request that is being decoded. The cache holds all its tokens but the last generated one.
 
-    stowed: where it was preempted, its own pages, if the host had room for them. experts: from `request.experts_from`
-    on, those that were chosen before its pages were given back: what is computed again is rounded otherwise, and may
-    choose others. repeats: its text, where the host guesses.
+    swapped: the sequence's own pages while it is preempted, if the host had room for them. experts: those of positions
+    from `request.experts_from` on, as they were chosen before the pages were given back; a second computation rounds
+    otherwise, and may choose others. drafts: the text from which the host drafts tokens, once it has been asked to.
     """
 
     request: Request
@@ -64,13 +64,13 @@ class Decoding:
     versions: list[int] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)
     prefix: Prefix | None = None
-    stowed: Stowed | None = None
+    swapped: SwappedPages | None = None
     experts: ExpertArray | None = None
-    repeats: Repeats | None = None
+    drafts: NgramDrafts | None = None
 
     @property
     def key(self) -> PrefixKey:
-        """What is computed for all who ask the same and are willing to share, or for this request alone."""
+        """The key of the prompt: equal for all requests that share this prompt, or the request's own."""
         return ("" if self.request.share else self.request.id, self.request.prompt_tokens)
 
     @property
@@ -87,16 +87,18 @@ class Decoding:
         """Tokens that are ever in the pages: the last one generated never is."""
         return self.prompt_length + self.limit - 1
 
-    def guess(self, count: int) -> list[int]:
-        """At most `count` tokens that may come next, and no more than it may still sample before its last."""
-        if self.repeats is None:
-            self.repeats = Repeats(self.request.prompt_tokens)
-        self.repeats.extend(self.tokens[len(self.repeats) - self.prompt_length :])
-        return self.repeats.guess(min(count, self.limit - len(self.tokens) - 1))
+    def draft(self, count: int) -> list[int]:
+        """At most `count` tokens that may come next, and fewer than the sequence may still sample."""
+        if self.drafts is None:
+            self.drafts = NgramDrafts(self.request.prompt_tokens)
+        self.drafts.extend(self.tokens[len(self.drafts) - self.prompt_length :])
+        return self.drafts.draft(min(count, self.limit - len(self.tokens) - 1))
 
     def progress(self, known: int = 0) -> Sampled:
-        """What it could be continued from, after the first `known` tokens. The last token may be the one that ends it,
-        so it is left out."""
+        """What the request could be continued from, after the first `known` tokens.
+
+        The last token is left out, since it may be the one that ends the sequence.
+        """
         return self.between(known, max(len(self.request.prior.tokens), len(self.versions) - 1))
 
     def between(self, start: int, stop: int) -> Sampled:

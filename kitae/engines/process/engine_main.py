@@ -22,7 +22,7 @@ from kitae.engines.base import Sampled, WeightUpdate
 from kitae.engines.config import EngineConfig
 from kitae.engines.process import engine_frames
 from kitae.errors import EngineError, KitaeError, RequestError, StoreError
-from kitae.kernels.allocation import loaded
+from kitae.kernels.allocation import gc_frozen
 from kitae.models.config import ModelConfig
 from kitae.store.columns import ColumnWriter
 from kitae.types import ExpertArray, Runs
@@ -54,7 +54,7 @@ def main(setup: dict[str, Any], stream: socket.socket) -> None:
     except KitaeError as error:
         stream.sendall(pack_frame({"refused": str(error)}))
         return
-    with loaded():
+    with gc_frozen():
         asyncio.run(_serve(policy, setup, stream, columns))
     os._exit(0)  # a clean exit of all that is loaded takes a second
 

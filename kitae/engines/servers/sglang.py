@@ -33,8 +33,7 @@ class SGLang:
             "chunked-prefill-size": config.prefill_tokens,
             "device": launch.device.partition(":")[0],
         }
-        flags = ["skip-tokenizer-init", *([] if config.fast else ["disable-cuda-graph"])]
-        return ["-m", "sglang.launch_server", *spell(options, flags), *config.server_args]
+        return ["-m", "sglang.launch_server", *spell(options, ["skip-tokenizer-init"]), *config.server_args]
 
     def environment(self, launch: Launch, config: EngineConfig) -> dict[str, str]:
         return {}

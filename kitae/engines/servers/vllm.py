@@ -51,7 +51,7 @@ class VLLM:
         if not launch.device.startswith("cpu"):
             options["kv-cache-memory-bytes"] = int(config.memory_gb * 2**30)
         flags = ["enable-scale-out", "skip-tokenizer-init", "enable-prefix-caching", "enable-prompt-tokens-details"]
-        flags += ["disable-uvicorn-access-log"] + ([] if config.fast else ["enforce-eager"])
+        flags += ["disable-uvicorn-access-log"]
         return ["-m", "vllm.entrypoints.openai.api_server", *spell(options, flags), *config.server_args]
 
     def environment(self, launch: Launch, config: EngineConfig) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Doors to what tile registers compute beside the decoder of `packed.py`: gradients of weights. bfloat16 only."""
+"""Gradients of weights on tile registers, in bfloat16; the products of the decoder are behind `packed.py`."""
 
 import functools
 from ctypes import c_int64, c_void_p

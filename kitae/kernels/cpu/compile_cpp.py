@@ -66,10 +66,10 @@ def _build(compiler: str) -> Path:
 
 
 def _processor(known: Path = Path("/proc/cpuinfo")) -> str:
-    """What it can do, as the system tells it: a folder may be shared by machines of several kinds."""
+    """The kind of the processor by what the system reports: machines of several kinds may share a folder."""
     try:
         text = known.read_text()
     except OSError:
         return platform.processor()
-    told = ("model name", "flags", "Features", "CPU ")  # the last two on ARM
-    return "\n".join(sorted({line for line in text.splitlines() if line.startswith(told)}))
+    kinds = ("model name", "flags", "Features", "CPU ")  # the last two on ARM
+    return "\n".join(sorted({line for line in text.splitlines() if line.startswith(kinds)}))

@@ -28,7 +28,7 @@ class _Block(NamedTuple):
 
 
 def _blocks(chosen_TK: Tensor, experts: int) -> list[_Block]:
-    """Of the experts that were chosen; a block has as few more rows than `_ROWS` as whole experts allow."""
+    """Blocks of the chosen experts, each with as few more rows than `_ROWS` as whole experts allow."""
     found, parts, start, end = [], [], 0, 0
     counts = torch.bincount(chosen_TK.flatten(), minlength=experts).tolist()
     if len(counts) > experts:
@@ -89,7 +89,7 @@ class _Experts(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """That of a gate is the product of an expert's activations with their gradient: outputs are not needed."""
+        """The gradient of a gate is the product of an expert's activations with theirs: outputs are not needed."""
         x_TH, gates_TK, gate_up, down, gate_up_bias, down_bias, both_S2I, order_S, token_S, gate_S = kept(ctx)
         limits: GateLimits | None = ctx.limits
         of_x, _, _, *of_weights, _ = ctx.needs_input_grad

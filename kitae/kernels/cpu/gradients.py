@@ -1,4 +1,4 @@
-"""Gradients of weights on a CPU: computed, and added where they belong."""
+"""Gradients of weights on a CPU, added to those of fp32 masters where there are any."""
 
 from collections.abc import Sequence
 
@@ -20,7 +20,7 @@ def add_product(total: Tensor, dy: Tensor, x: Tensor) -> None:
 
 
 def weight_gradient(weight: Tensor, dy: Tensor, x: Tensor) -> Tensor | None:
-    """The gradient of a weight for autograd; None: it has been added where it belongs."""
+    """The gradient of a weight for autograd; None if it has been added to that of the master."""
     into = gradient_of(weight)
     if into is None and not (weight.dtype == torch.bfloat16 and amx.can_add_outer(*weight.shape)):
         return torch.mm(dy.t(), x)
@@ -32,8 +32,8 @@ def weight_gradient(weight: Tensor, dy: Tensor, x: Tensor) -> Tensor | None:
 class StackGradient:
     """The gradient of weights that lie in one tensor `[E, N, K]`, filled one by one: others are not touched.
 
-    turned: they lie as `[E, K, N]`. made: it for autograd, at the end; None where it has been added where it belongs,
-    and of weights that are frozen or not there.
+    turned: the weights lie as `[E, K, N]`. made: the gradient for autograd, at the end; None where it has been added to
+    that of the master, and for weights that are frozen or missing.
     """
 
     def __init__(self, weights: Tensor | None, needed: bool, *, turned: bool = False) -> None:
@@ -42,7 +42,7 @@ class StackGradient:
         self._turned = turned
 
     def add(self, parts: Sequence[tuple[int, slice]], dy: Tensor, x: Tensor) -> None:
-        """`dy.T @ x` of a part of the rows to that of each weight named beside it; to each once at most."""
+        """Add `dy.T @ x` of each part of the rows to the gradient of the weight named with it, each at most once."""
         dy, x = (x, dy) if self._turned else (dy, x)
         for index, part in parts:
             if self._into is not None:
@@ -51,7 +51,7 @@ class StackGradient:
                 torch.mm(dy[part].t(), x[part], out=self.made[index])
 
     def add_rows(self, parts: Sequence[tuple[int, slice]], dy: Tensor, weight: Tensor | None = None) -> None:
-        """The same of biases `[E, N]`: the sum of the rows, each times its weight."""
+        """The same for biases `[E, N]`: add the sum of the rows, each times its weight."""
         total = self.made if self._into is None else self._into
         if total is not None:
             for index, part in parts:

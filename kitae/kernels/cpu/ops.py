@@ -1,4 +1,4 @@
-"""Tensor-level doors to the kernels of `cpu.cpp`. Callers check `available` first and have a plain-torch twin."""
+"""Functions on tensors that call the kernels of `cpu.cpp`. Callers check `available` first and have a torch twin."""
 
 import ctypes
 from ctypes import c_float, c_int64, c_void_p
@@ -136,7 +136,7 @@ def norm_rows(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 def rms_norm_gradients(
     grad: Tensor, x: Tensor, weight: Tensor, inverse_rms: Tensor, plus: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Of contiguous rows, and of the weight in fp32; `plus` is added to that of the rows."""
+    """Gradients of contiguous rows and, in fp32, of the weight of a norm; `plus` is added to that of the rows."""
     dx = torch.empty_like(x)
     dweight = torch.zeros(weight.shape, dtype=torch.float32)
     _call(
@@ -374,7 +374,7 @@ def _by_rows(x: Tensor) -> Tensor:
 
 
 def _strides(*tensors: Tensor) -> Any:
-    """Of rows and heads."""
+    """The strides of rows and heads of each tensor."""
     return (c_int64 * (2 * len(tensors)))(*(n for t in tensors for n in t.stride()[:2]))
 
 

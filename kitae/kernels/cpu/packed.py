@@ -1,4 +1,4 @@
-"""Doors to the products and the decoder of `decoder.h`: float32 on any processor, bfloat16 on those with AMX.
+"""Functions for the products and the decoder of `decoder.h`: float32 on any processor, bfloat16 on those with AMX.
 
 A packed matrix is a copy of a weight in the order in which the product reads it. It knows nothing of later changes of
 the weight: whoever holds one packs again after every update.
@@ -106,7 +106,7 @@ class Packed:
 
     @classmethod
     def room_for(cls, shape: Sequence[int], dtype: torch.dtype, experts: int = 1) -> "Packed":
-        """For weights of this shape, of each expert."""
+        """Room for a weight of this shape, or for one of each expert."""
         (columns, depth), unit = shape, _DEPTH[dtype]
         assert depth % unit == 0, f"the depth of a product must be a multiple of {unit}, got {depth}"
         step = -(-columns // panel_width()) * panel_width() * depth

@@ -1,4 +1,4 @@
-"""Kernels of the training step on a CPU: the doors of `kitae.kernels.base` that are there.
+"""Kernels of the training step on a CPU, behind the interfaces of `kitae.kernels.base`.
 
 Norms are made again in the backward pass, as is the gated product of the MLP: neither is kept. In fp32, and on CPUs
 with tile registers, the gradients of weights are added into fp32 by the products themselves: into the gradient of the
@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from kitae.kernels.allocation import add_gradient, gradient_of, joined, keep, kept
-from kitae.kernels.base import HeadNorms, LayerKernels, ModuleKernels, SoftmaxKernels, SpanKernels, TrainingKernels
+from kitae.kernels.base import ModuleKernels, SoftmaxKernels, SpanKernels, TrainingKernels
 from kitae.kernels.cpu import ops
 from kitae.kernels.cpu.expert_training import experts
 from kitae.kernels.cpu.gradients import add_product, weight_gradient
-from kitae.kernels.linears import shared_input
+from kitae.kernels.layer_functions import layer_kernels
 
 
 def _bias_gradient(bias: Tensor | None, dy: Tensor) -> Tensor | None:
@@ -25,7 +25,7 @@ def _bias_gradient(bias: Tensor | None, dy: Tensor) -> Tensor | None:
 
 
 def _project(x: Tensor, weights: list[Tensor], biases: Sequence[Tensor | None]) -> Tensor:
-    """All layers' outputs side by side, by one product wherever the weights lie: several would round otherwise."""
+    """All outputs side by side, by one product wherever the weights lie: several would round otherwise."""
     found = [b for b in biases if b is not None]
     return torch.nn.functional.linear(x, joined(weights), torch.cat(found) if found else None)
 
@@ -100,7 +100,7 @@ class _NormedQKV(torch.autograd.Function):
 def _norm_heads_backward(
     dqkv: Tensor, by_head: Tensor, gains: Sequence[Tensor], eps: float, heads: list[int]
 ) -> list[Tensor | None]:
-    """In place of the gradients of queries and keys, those of what enters their norms; returns those of the weights."""
+    """Replace the gradients of normed queries and keys by those before the norms; returns those of the weights."""
     dgains = []
     for place, entered, gain in zip(*(torch.split(t, heads, 1)[:2] for t in (dqkv, by_head)), gains, strict=True):
         rows = entered.contiguous()
@@ -109,28 +109,6 @@ def _norm_heads_backward(
         place.copy_(dx)
         dgains.append(add_gradient(gain, dgain))
     return dgains
-
-
-def normed_qkv(
-    x: Tensor,
-    norm: tuple[Tensor, float],
-    cos: Tensor,
-    sin: Tensor,
-    dim: int,
-    *modules: torch.nn.Linear,
-    heads: HeadNorms | None = None,
-) -> tuple[Tensor, ...]:
-    """x, and q, k and v `[T, heads, D]` of the norm of x `[T, H]`, q and k rotated; differentiable.
-
-    norm: weight and epsilon. Rows of q, k and v are strided. All three layers have a bias, or none has. heads: what q
-    and k are normed with before.
-    """
-    gains, head_eps = ((), 0.0) if heads is None else ((heads.queries, heads.keys), heads.eps)
-    parameters = [*(m.weight for m in modules), *(m.bias for m in modules), *gains]
-    out: tuple[Tensor, ...] = _NormedQKV.apply(  # type: ignore[no-untyped-call]
-        x, norm[0], (norm[1], head_eps), cos.contiguous(), sin.contiguous(), dim, *parameters
-    )
-    return out
 
 
 class _NormedPair(torch.autograd.Function):
@@ -158,17 +136,6 @@ class _NormedPair(torch.autograd.Function):
         return dx, dx, add_gradient(gain, dgain), None, *dweights
 
 
-def normed_pair(x: Tensor, y: Tensor, norm: tuple[Tensor, float], *modules: torch.nn.Linear) -> tuple[Tensor, ...]:
-    """x + y, and what two linear layers without bias make of its norm; differentiable. norm: weight and epsilon."""
-    out: tuple[Tensor, ...] = _NormedPair.apply(x, y, *norm, *(m.weight for m in modules))  # type: ignore[no-untyped-call]
-    return out
-
-
-def linears(x: Tensor, *modules: torch.nn.Linear) -> tuple[Tensor, ...]:
-    """What each of the linear layers makes of x, differentiable."""
-    return shared_input(x, modules, weight_gradient)
-
-
 class _SwiGLULinear(torch.autograd.Function):
     """The backward pass writes the gradients over gate and up: nobody else may keep them."""
 
@@ -186,12 +153,6 @@ class _SwiGLULinear(torch.autograd.Function):
         torch.autograd.graph.increment_version((gate, up))  # so that torch refuses a second backward pass
         dweight = weight_gradient(weight, grad, product) if ctx.needs_input_grad[2] else None
         return gate.detach(), up.detach(), dweight
-
-
-def swiglu_linear(gate: Tensor, up: Tensor, weight: Tensor) -> Tensor:
-    """`(silu(gate) * up) @ weight.T`, differentiable; takes over gate and up, which must be fresh."""
-    out: Tensor = _SwiGLULinear.apply(gate.contiguous(), up.contiguous(), weight)  # type: ignore[no-untyped-call]
-    return out
 
 
 class _Embedding(torch.autograd.Function):
@@ -222,15 +183,14 @@ def embedding(tokens: Tensor, weight: Tensor, padding: int | None) -> Tensor:
     return out
 
 
+LAYERS = layer_kernels(_NormedQKV, _NormedPair, _SwiGLULinear, weight_gradient)
 KERNELS = TrainingKernels(
     modules=ModuleKernels(
         rms_norm=ops.rms_norm,
         swiglu=ops.swiglu,
         embedding=embedding,
         experts=experts,
-        layers=LayerKernels(
-            normed_qkv=normed_qkv, normed_pair=normed_pair, linears=linears, swiglu_linear=swiglu_linear
-        ),
+        layers=LAYERS,
     ),
     row_statistics=ops.row_statistics,
     row_gradients=ops.row_gradients,

@@ -1,4 +1,4 @@
-"""Triton kernels of the decoding step on a GPU, and tensor-level doors to them.
+"""Triton kernels of the decoding step on a GPU, and the functions on tensors that launch them.
 
 Import this module only where Triton is (`kitae.engines.native.gpu_runner` does): CPU machines need none. Each kernel
 rounds where the Hugging Face module it stands for rounds, so that both agree to the last bits of the dtype. Legend: T
@@ -378,7 +378,7 @@ def _pick(
 
     One program a row: first the block in which the number falls, by the NB sums of `_sum_blocks`, then the token
     within it. Whether the sequence has ended is decided here, so the next step can be launched before the host knows.
-    With PER > 1, which of its rows count is decided later (`guesses.keep_agreed`).
+    With PER > 1, which of its rows count is decided later (`speculation.keep_accepted`).
     """
     row = tl.program_id(0).to(tl.int64)
     mine = state + row // PER * C

@@ -1,4 +1,4 @@
-"""Triton kernels for mixtures of experts in the decoding step, and tensor-level doors to them.
+"""Triton kernels for mixtures of experts in the decoding step, and the functions on tensors that launch them.
 
 A pair is a token and one of its experts; pair p = t · K + k. Few pairs read the weights of their experts each for
 itself. Many are sorted by expert first, and blocks of pairs with the same expert share one read. Nothing waits for the
@@ -6,12 +6,12 @@ device, so a step can be captured as a graph. Legend: T tokens, K experts of eac
 of the model, I of an expert.
 """
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from kitae.kernels.base import GateLimits
 
 _KINDS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 _ALONE = 2  # pairs for each expert up to which sorting does not pay: two of them rarely meet
@@ -154,24 +154,15 @@ def _expert_product(
         tl.store(out + target[:, None] * N + column[None, :], value.to(out.dtype.element_ty), mask=mask)
 
 
-class Limited(NamedTuple):
-    """What the experts of gpt-oss have besides: biases `[E, 2 I]` and `[E, H]`, the slope of the sigmoid, the limit."""
-
-    gate_up_bias: Tensor
-    down_bias: Tensor
-    alpha: float
-    limit: float
-
-
 def mix(
-    x_TH: Tensor, gates_TK: Tensor, experts_TK: Tensor, gate_up: Tensor, down: Tensor, limited: Limited | None = None
+    x_TH: Tensor, gates_TK: Tensor, experts_TK: Tensor, gate_up: Tensor, down: Tensor, limits: GateLimits | None = None
 ) -> Tensor:
     """What the experts of each token make of it, times their gates, `[K, T, H]`: parts that `rms_norm` adds up.
 
-    gate_up `[E, 2 I, H]`, down `[E, H, I]`, as transformers keeps them; if limited, `[E, H, 2 I]` and `[E, I, H]`.
+    gate_up `[E, 2 I, H]`, down `[E, H, I]`, as transformers keeps them; with limits, `[E, H, 2 I]` and `[E, I, H]`.
     """
     (tokens, top), (experts, _, _) = experts_TK.shape, down.shape
-    width, inner = x_TH.shape[1], down.shape[1 if limited else 2]
+    width, inner = x_TH.shape[1], down.shape[1 if limits else 2]
     pairs, flat = tokens * top, experts_TK.view(-1)
     share = pairs > _ALONE * experts
     order, ends = _by_expert(flat, experts) if share else (flat, flat)
@@ -182,12 +173,12 @@ def mix(
     act = torch.empty(pairs, inner, dtype=x_TH.dtype, device=x_TH.device)
     out = torch.empty(top, tokens, width, dtype=x_TH.dtype if share else torch.float32, device=x_TH.device)
 
-    gate_up_bias, down_bias, alpha, limit = limited or Limited(flat, flat, 0.0, 0.0)  # which nobody reads
+    gate_up_bias, down_bias, alpha, limit = limits or GateLimits(flat, flat, 0.0, 0.0)  # which nobody reads
 
     def product(x: Tensor, weight: Tensor, bias: Tensor, out: Tensor, n: int, k: int, gated: bool, cols: int) -> None:
         _expert_product[(blocks, triton.cdiv(n, cols))](
             x, weight, bias, flat, order, ends, gates_TK, out, tokens, n, k, alpha, limit, E=experts,
-            WIDTH=triton.next_power_of_2(experts), TOP=top, SORTED=share, GATED=gated, LIMITED=limited is not None,
+            WIDTH=triton.next_power_of_2(experts), TOP=top, SORTED=share, GATED=gated, LIMITED=limits is not None,
             BLOCK_P=rows, BLOCK_N=cols, BLOCK_K=depth, num_warps=8 if rows == 128 else 4, num_stages=3,
         )  # fmt: skip
 

@@ -17,26 +17,26 @@ from kitae.kernels import float8
 from kitae.kernels.cuda.decoding import activated
 
 
-class Eight(NamedTuple):
-    """A weight: numbers `[N, K]` times the unit `[]`."""
+class Float8Weight(NamedTuple):
+    """A weight in 8 bits: numbers `[N, K]` times the unit `[]`."""
 
     numbers: Tensor
     unit: Tensor
 
 
-class Eights(NamedTuple):
-    """Of a layer; and the units of the rows that go into each: of the normed ones, and 1 where rows have their own."""
+class LayerFloat8(NamedTuple):
+    """The weights of a layer in 8 bits, with the unit of the rows that each multiplies; 1 where rows have their own."""
 
-    qkv: Eight
-    gate_up: Eight
-    down: Eight
+    qkv: Float8Weight
+    gate_up: Float8Weight
+    down: Float8Weight
     before_qkv: Tensor
     before_gate_up: Tensor
     before_down: Tensor
 
 
-def room_for(weight: Tensor) -> Eight:
-    return Eight(torch.empty_like(weight, dtype=float8.KIND), weight.new_empty((), dtype=torch.float32))
+def room_for(weight: Tensor) -> Float8Weight:
+    return Float8Weight(torch.empty_like(weight, dtype=float8.KIND), weight.new_empty((), dtype=torch.float32))
 
 
 @triton.jit
@@ -50,14 +50,14 @@ def _store(weight, unit, numbers, count, BLOCK: tl.constexpr):
     tl.store(numbers + place, value.to(numbers.dtype.element_ty), mask=place < count)
 
 
-def store(weight: Tensor, into: Eight) -> None:
-    """Keep a weight, contiguous, as it is now."""
+def store(weight: Tensor, into: Float8Weight) -> None:
+    """Round a contiguous weight as it is now into its place."""
     into.unit.copy_(float8.unit_of(weight))
     count, block = weight.numel(), 4096
     _store[(triton.cdiv(count, block),)](weight.detach(), into.unit, into.numbers, count, BLOCK=block, num_warps=8)
 
 
-def product(rows: Tensor, unit: Tensor, weight: Eight, dtype: torch.dtype) -> Tensor:
+def product(rows: Tensor, unit: Tensor, weight: Float8Weight, dtype: torch.dtype) -> Tensor:
     """`rows @ weight.T` of rows `[T, K]` in 8 bits times their unit `[]`. 16 must divide the addresses of units."""
     numbers = weight.numbers.t()
     return torch._scaled_mm(

@@ -1,8 +1,8 @@
 """Triton kernels for attention of one new token of each sequence over the pages of the cache, or of several.
 
-Several are PER neighbouring rows: a token, and guesses of what comes after it. They share each read of a key.
-`attend` takes queries that are rotated, with keys that are stored. `turn_and_attend` takes rows as a product left them:
-one kernel instead of three, which pays for a few sequences. Either goes on from what `prompts` has begun. Legend as in
+Several are PER neighbouring rows: a token, and draft tokens after it. They share each read of a key. `attend` takes
+queries that are rotated, with keys that are stored. `turn_and_attend` takes rows as a product left them: one kernel
+instead of three, which pays for small batches. Either goes on from what `shared_prompts` has begun. Legend as in
 `decoding`.
 """
 
@@ -385,7 +385,7 @@ def _turn_and_attend(
     head = tl.program_id(1)
     split = tl.program_id(2)
     first = tl.load(lengths + row * PER)
-    length = tl.where(first > 0, first + PER - 1, 0)  # guesses that are none are seen by nobody before them
+    length = tl.where(first > 0, first + PER - 1, 0)  # no row sees empty drafts behind it
     skip = 0
     if BEGUN:
         skip = tl.where(length > 0, tl.load(skips + row), 0)

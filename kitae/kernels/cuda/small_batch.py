@@ -1,4 +1,4 @@
-"""Triton kernels of a decoding step of a few rows, where time goes to the number of kernels as much as to reading.
+"""Triton kernels of a decoding step of a small batch, where time goes to the number of kernels as much as to reading.
 
 The residual stream is kept with the sums of squares of its blocks of columns, and times the gain of the norm that comes
 next: a norm is then a factor of each row of a product, and no kernel of its own. It is rounded once, where the Hugging
@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kitae.kernels.cuda.float8_products import Eight
+from kitae.kernels.cuda.float8_products import Float8Weight
 
 MOST = 64  # rows: beyond, cuBLAS is faster
 _BLOCK = 64  # columns of the stream whose squares are added up together
@@ -197,18 +197,18 @@ def _add_product(
 
 
 def normed_product(
-    stream: Stream, eps: float, weight: Tensor | Eight, *, gated: bool = False, out: Tensor | None = None,
+    stream: Stream, eps: float, weight: Tensor | Float8Weight, *, gated: bool = False, out: Tensor | None = None,
     unit: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """`norm(x) @ weight.T`; gated: swiglu of the product's halves. unit: of norm(x), if the weight is in 8 bits."""
     x = stream.gained
     count, width = x.shape
-    numbers, weight_unit = weight if isinstance(weight, Eight) else (weight, x)
+    numbers, weight_unit = weight if isinstance(weight, Float8Weight) else (weight, x)
     n, blocks, high = numbers.shape[0] // (2 if gated else 1), stream.squares.shape[1], _height(count)
     if out is None:
         out = torch.empty(count, n, dtype=x.dtype, device=x.device)
     # Many columns are limited by reading, few by the time of one block.
-    if isinstance(weight, Eight):
+    if isinstance(weight, Float8Weight):
         height, depth, warps, stages = (64, 128, 4, 4) if gated or n > 4096 else (32, 256, 4, 3)
     elif gated:
         height, depth, warps, stages = (64, 128, 4, 3) if high == 16 else (64, 64, 4, 4)
@@ -240,22 +240,24 @@ def normed_parts(stream: Stream, eps: float, weight: Tensor) -> tuple[Tensor, Te
     return out, normed
 
 
-def add_product(stream: Stream, x: Tensor, weight: Tensor | Eight, gain: Tensor, *, splits: int | None = None) -> None:
+def add_product(
+    stream: Stream, x: Tensor, weight: Tensor | Float8Weight, gain: Tensor, *, splits: int | None = None
+) -> None:
     """Add `x @ weight.T` to the stream, in place; gain: of the norm that comes next."""
     count, k = x.shape
-    eight = isinstance(weight, Eight)
-    numbers, unit = weight if isinstance(weight, Eight) else (weight, x)
+    float8 = isinstance(weight, Float8Weight)
+    numbers, unit = weight if isinstance(weight, Float8Weight) else (weight, x)
     n, blocks = numbers.shape[0], stream.squares.shape[1]
-    programs = 8 if eight else round(128 / blocks)  # for all multiprocessors
+    programs = 8 if float8 else round(128 / blocks)  # for all multiprocessors
     splits = splits or max(1, min(programs, k // 512, 8))
     parts = torch.empty(splits, count, n, dtype=torch.float32, device=x.device)
     _add_product[(blocks, splits)](
         x, numbers, unit, gain, parts, stream.rows, stream.gained, stream.squares, stream.counters, count, n,
-        K=k, R=_height(count), HEIGHT=_BLOCK, BLOCK_K=256 // x.element_size(), SPLITS=splits, EIGHT=eight, num_warps=4,
+        K=k, R=_height(count), HEIGHT=_BLOCK, BLOCK_K=256 // x.element_size(), SPLITS=splits, EIGHT=float8, num_warps=4,
         num_stages=4 if x.element_size() == 2 else 3,
     )  # fmt: skip
 
 
 def _height(rows: int) -> int:
-    """Of the tile that takes these rows."""
+    """The height of the tile that holds so many rows."""
     return max(16, int(triton.next_power_of_2(rows)))

@@ -407,7 +407,7 @@ def _query_blocks(bounds: Bounds, tile: int, window: int | None, device: torch.d
 
 
 class _KeyBlocks(NamedTuple):
-    """What programs for keys read, see `_key_gradient` and `_sum_parts`."""
+    """The tables that `_key_gradient` and `_sum_parts` read."""
 
     pieces: Tensor  # [n, 5]: first key, number of keys, stretches [from, to), slot of the part or -1
     stretches: Tensor  # [m, 3]
@@ -472,7 +472,7 @@ def _takers(bounds: Bounds, tile: int, window: int | None) -> list[tuple[int, in
 
 
 def _joined(stretches: Sequence[Stretch], reach: int | None) -> list[Stretch]:
-    """Those that follow each other with the same gap as one. reach: the row from which keys are out of the window."""
+    """Join stretches that follow each other with the same gap. reach: the row from which keys are out of the window."""
     found: list[Stretch] = []
     for first, end, gap in stretches:
         stop = end if reach is None else min(end, reach + gap)
@@ -501,7 +501,7 @@ def _cut(stretches: Sequence[Stretch], most: int, tile: int) -> list[list[Stretc
     return shares
 
 
-# Doors
+# Functions on tensors that launch the kernels
 
 
 class Tile(NamedTuple):
@@ -538,7 +538,7 @@ def _tiles(dtype: torch.dtype, width: int, device: torch.device) -> Tiles:
 
 
 class _Call(NamedTuple):
-    """What all kernels are told of one call."""
+    """The arguments of one call that all kernels get."""
 
     window: int | None
     width: int
@@ -564,7 +564,7 @@ def _by_rows(x: Tensor) -> Tensor:
 
 
 def _strides(*tensors: Tensor) -> list[int]:
-    """Of rows and heads."""
+    """The strides of rows and heads of each tensor."""
     return [n for t in tensors for n in t.stride()[:2]]
 
 

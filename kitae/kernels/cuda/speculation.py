@@ -1,7 +1,7 @@
-"""Triton kernels of a step in which sequences guess, as `kitae.engines.native.ngram_speculation` does on the host.
+"""Triton kernels of a step with draft tokens, as `kitae.engines.native.ngram_speculation` does it on the host.
 
 A sequence has PER rows in such a step: its last token, and what followed that the last time it stood in the text, by
-the longest match of up to three tokens. Texts and guesses never leave the device. Legend as in `decoding`.
+the longest match of up to three tokens. Texts and drafts never leave the device. Legend as in `decoding`.
 """
 
 import torch
@@ -17,7 +17,7 @@ def _begin(
     state, table, texts, tokens, positions, slots, lengths, table_row, text_row, trash,
     C: tl.constexpr, PAGE: tl.constexpr, PER: tl.constexpr, POWER: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """What `decoding.begin` makes of the rows of a state, for PER rows a sequence; rows without a guess are idle.
+    """What `decoding.begin` makes of the rows of a state, for PER rows a sequence; rows without a draft token are idle.
 
     One program a sequence. It looks at each place of the text for the last three tokens, BLOCK places at a time, and
     keeps the best: by the length of the match, then the latest.
@@ -45,10 +45,10 @@ def _begin(
     i = tl.arange(0, POWER)
     ours = i < PER
     real = active & ((i == 0) | ((found > 0) & (count + i < tl.load(mine + 3))))
-    guess = tl.load(text + begin + (i - 1 + period) % period, mask=ours & real & (i > 0), other=0)
+    draft = tl.load(text + begin + (i - 1 + period) % period, mask=ours & real & (i > 0), other=0)
     here = position + tl.where(real, i, 0)
     page = tl.load(table + row * table_row + here // PAGE, mask=ours, other=0).to(tl.int64)
-    tl.store(tokens + row * PER + i, tl.where((i > 0) & real, guess, last).to(tl.int64), mask=ours)
+    tl.store(tokens + row * PER + i, tl.where((i > 0) & real, draft, last).to(tl.int64), mask=ours)
     tl.store(positions + row * PER + i, here, mask=ours)
     tl.store(slots + row * PER + i, tl.where(real, page * PAGE + here % PAGE, trash), mask=ours)
     tl.store(lengths + row * PER + i, tl.where(real, here + 1, 0).to(tl.int32), mask=ours)
@@ -72,10 +72,10 @@ def begin(
 
 
 @triton.jit
-def _keep_agreed(
+def _keep_accepted(
     state, texts, tokens, lengths, out, text_row, C: tl.constexpr, STOPS: tl.constexpr, PER: tl.constexpr
 ):  # fmt: skip
-    """Keep what was drawn after right guesses, -1 in the other rows, and advance the state and the text.
+    """Keep what was drawn after accepted drafts, -1 in the other rows, and advance the state and the text.
 
     One program a sequence. A row counts if the row before it, which counts too, has drawn its token and did not end the
     sequence.
@@ -108,10 +108,10 @@ def _keep_agreed(
     tl.store(mine + 5, tl.where(ended, 0, 1).to(tl.int64), mask=active)
 
 
-def keep_agreed(state: Tensor, texts: Tensor, tokens: Tensor, lengths: Tensor, out: Tensor) -> None:
-    """`out[0]`, drawn for the rows that `begin` made, in place: -1 after a wrong guess; the state and texts go on."""
+def keep_accepted(state: Tensor, texts: Tensor, tokens: Tensor, lengths: Tensor, out: Tensor) -> None:
+    """Write -1 into `out[0]`, drawn for the rows of `begin`, after rejected drafts; advance the state and the texts."""
     batch = state.shape[0]
-    _keep_agreed[(batch,)](
+    _keep_accepted[(batch,)](
         state, texts, tokens, lengths, out, texts.stride(0), C=COLUMNS, STOPS=STOPS, PER=len(tokens) // batch,
         num_warps=1,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Triton kernels of the training step on a GPU, behind the doors of `kitae.kernels.base`.
+"""Triton kernels of the training step on a GPU, behind the interfaces of `kitae.kernels.base`.
 
 Norms, gated MLPs, and the log-probs and entropies of rows of logits, each with its gradient. They round where the
 Hugging Face modules round; sums are in fp32.
@@ -17,9 +17,9 @@ from torch import Tensor
 
 from kitae.kernels.adamw import salt
 from kitae.kernels.allocation import gradient_over, joined, keep, kept
-from kitae.kernels.base import AdamWPace, AdamWPart, HeadNorms, LayerKernels, ModuleKernels, TrainingKernels
+from kitae.kernels.base import AdamWPace, AdamWPart, ModuleKernels, TrainingKernels
 from kitae.kernels.cuda import decoding, spans
-from kitae.kernels.linears import shared_input
+from kitae.kernels.layer_functions import layer_kernels
 from kitae.kernels.transfer import send
 
 _PROGRAMS = 1056  # of kernels that walk over rows: eight on each multiprocessor of a large GPU
@@ -84,7 +84,7 @@ def _rms_norm_backward(
 def _norm_gradients(
     grad: Tensor, x: Tensor, weight: Tensor, eps: float, plus: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Of rows and weight; `plus` is added to that of the rows."""
+    """Gradients of rows and weight of a norm; `plus` is added to that of the rows."""
     rows, width = x.shape
     programs = min(_PROGRAMS, rows)
     dx = torch.empty_like(x)
@@ -343,7 +343,7 @@ def _norm_heads_backward(
     grads: Sequence[Tensor], dqkv: Tensor, qkv: Tensor, gains: Sequence[Tensor], eps: float, cos: Tensor, sin: Tensor,
     shape: tuple[int, int, int],
 ) -> list[Tensor]:  # fmt: skip
-    """Fills dqkv; gradients of the two weights."""
+    """Fill dqkv; returns the gradients of the two weights."""
     heads, kv_heads, dim = shape
     every = heads + 2 * kv_heads
     programs = min(triton.cdiv(_PROGRAMS, every), triton.cdiv(len(qkv), _HEAD_ROWS))
@@ -407,23 +407,6 @@ class _NormedQKV(torch.autograd.Function):
         return dx, dgain, None, None, None, None, *dweights, *dbiases, *dgains
 
 
-def normed_qkv(
-    x: Tensor, norm: tuple[Tensor, float], cos: Tensor, sin: Tensor, dim: int, *modules: torch.nn.Linear,
-    heads: HeadNorms | None = None,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    """x, and q, k and v `[T, heads, D]` of the norm of x `[T, H]`, q and k rotated; differentiable.
-
-    norm: weight and epsilon. Rows of q, k and v are strided. All three layers have a bias, or none has. heads: what q
-    and k are normed with before.
-    """
-    gains, head_eps = ((), 0.0) if heads is None else ((heads.queries, heads.keys), heads.eps)
-    parameters = [*(m.weight for m in modules), *(m.bias for m in modules), *gains]
-    out: tuple[Tensor, ...] = _NormedQKV.apply(  # type: ignore[no-untyped-call]
-        x, norm[0], (norm[1], head_eps), cos.contiguous(), sin.contiguous(), dim, *parameters
-    )
-    return out
-
-
 class _NormedPair(torch.autograd.Function):
     """Like `_NormedQKV`, of a sum of rows, with two linear layers without bias."""
 
@@ -445,20 +428,6 @@ class _NormedPair(torch.autograd.Function):
             dweights = [_weight_gradient([w], g, normed) for w, g in zip(weights, ours, strict=True)]
         dx, dgain = _norm_gradients(dnormed, total, gain, ctx.eps, around)
         return dx, dx, dgain, None, *dweights
-
-
-def normed_pair(x: Tensor, y: Tensor, norm: tuple[Tensor, float], *modules: torch.nn.Linear) -> tuple[Tensor, ...]:
-    """x + y, and what two linear layers without bias make of its norm; differentiable. norm: weight and epsilon."""
-    out: tuple[Tensor, ...] = _NormedPair.apply(x, y, *norm, *(m.weight for m in modules))  # type: ignore[no-untyped-call]
-    return out
-
-
-# Several linear layers of one input
-
-
-def linears(x: Tensor, *modules: torch.nn.Linear) -> tuple[Tensor, ...]:
-    """What each of the linear layers makes of x, differentiable."""
-    return shared_input(x, modules, lambda weight, grad, rows: _weight_gradient([weight], grad, rows))
 
 
 # Gated MLP
@@ -552,12 +521,6 @@ class _SwiGLU(torch.autograd.Function):
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """`silu(gate) * up`, differentiable."""
     out: Tensor = _SwiGLU.apply(gate, up)  # type: ignore[no-untyped-call]
-    return out
-
-
-def swiglu_linear(gate: Tensor, up: Tensor, weight: Tensor) -> Tensor:
-    """`(silu(gate) * up) @ weight.T`, differentiable; takes over gate and up, which must be fresh."""
-    out: Tensor = _SwiGLULinear.apply(gate.contiguous(), up.contiguous(), weight)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -797,14 +760,15 @@ def _owners(sizes: tuple[int, ...], block: int, device: torch.device) -> tuple[T
     return send(owners, device), np.cumsum(programs) - programs
 
 
+LAYERS = layer_kernels(
+    _NormedQKV, _NormedPair, _SwiGLULinear, lambda weight, grad, rows: _weight_gradient([weight], grad, rows)
+)
 KERNELS = TrainingKernels(
     modules=ModuleKernels(
         rms_norm=rms_norm,
         swiglu=swiglu,
         rotary=rotary,
-        layers=LayerKernels(
-            normed_qkv=normed_qkv, normed_pair=normed_pair, linears=linears, swiglu_linear=swiglu_linear
-        ),
+        layers=LAYERS,
     ),
     row_statistics=row_statistics,
     row_gradients=row_gradients,

@@ -197,7 +197,7 @@ class RankedTrainer:
         """The samples of each row; as many rows as there are ranks with their own, or a multiple of that."""
         t, greeting = self._config.training, self._links[0].greeting
         device, dtype = torch.device(greeting["device"]), getattr(torch, greeting["dtype"])
-        return pack(samples, token_budget(t, device, dtype), t.share_prompts, multiple=self._data)
+        return pack(samples, token_budget(t, device, dtype), not self._config.model.plain, multiple=self._data)
 
     async def _on_rows(
         self, op: str, rows: Sequence[Sequence[Sample]], observed: Collection[SampleKey] = (), **fields: Any

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kitae.errors import KitaeError
-from kitae.kernels.allocation import loaded
+from kitae.kernels.allocation import gc_frozen
 from kitae.trainer.parallel.rank_frames import Arrays, Header, conditions_of, totals_to_wire
 from kitae.trainer.sample_wire import samples_of_wire
 from kitae.workers.frames import Frame, pack_frame, read_frame
@@ -54,7 +54,7 @@ def run_rank(setup: dict[str, Any], stream: socket.socket, make: "Callable[[Root
     except KitaeError as error:
         stream.sendall(pack_frame({"refused": str(error)}))
         return
-    with loaded():
+    with gc_frozen():
         asyncio.run(_serve(rank, stream))
     os._exit(0)  # a clean exit of all that is loaded takes a second
 
@@ -175,7 +175,7 @@ class Rank:
         from kitae.data.packing import lay_out
 
         parts, observed = samples_of_wire(header, arrays)
-        return [lay_out(part, self.worker.training.share_prompts, observed) for part in parts]
+        return [lay_out(part, not self.worker.policy.plain, observed) for part in parts]
 
     def _annotate(self, header: Header, arrays: Arrays) -> Reply:
         from kitae.trainer.base import Column

@@ -20,7 +20,7 @@ from kitae.models.vocabulary import common_rows
 from kitae.observe.meter import Meter
 from kitae.trainer.base import Conditions
 from kitae.trainer.config import LearningConfig
-from kitae.trainer.forward import MicroBatch, attention
+from kitae.trainer.forward import MicroBatch, attention, logit_chunk
 from kitae.trainer.objectives import OfStates, PolicyScorer
 
 UNKNOWN = -30.0
@@ -59,7 +59,7 @@ class TeacherDivergence:
 
     def __init__(self, teacher: Teacher, config: LearningConfig, *, beta: float, temperature: float) -> None:
         self._teacher = teacher
-        self._chunk = config.logit_chunk or _CHUNK
+        self._chunk = min(_CHUNK, logit_chunk(config, teacher.policy.device))
         self._beta = beta
         self._temperature = temperature
 

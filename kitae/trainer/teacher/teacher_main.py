@@ -1,6 +1,6 @@
 """The process in which a teacher runs; the other end is `kitae.trainer.teacher.teacher_process`.
 
-    setup  {"model": {…}, "rows", "chunk", "temperature"}                                   greeting  {}
+    setup  {"model": {…}, "rows", "token_budget", "temperature"}                            greeting  {}
     job    {"tokens", "positions", "spans", "sources", "targets", "threads"}, of one row    answer    {"logp": […]}
 
 model: the settings by which the teacher is loaded. The numbers of an answer are those that the teacher would give in
@@ -57,7 +57,7 @@ def _open(config: ModelConfig, setup: Mapping[str, Any]) -> "Teacher":
     from kitae.models.load import load_policy
     from kitae.trainer.teacher.frozen_teacher import Teacher
 
-    training = LearningConfig(logit_chunk=setup["chunk"])
+    training = LearningConfig(token_budget=setup["token_budget"])
     return Teacher(load_policy(config), training, setup["temperature"], setup["rows"])
 
 

@@ -62,7 +62,7 @@ class TeacherProcess:
             {
                 "model": config.model_dump(mode="json"),
                 "rows": rows_of(model, path, student),
-                "chunk": training.logit_chunk,
+                "token_budget": training.token_budget,
                 "temperature": temperature,
             },
             what="teacher's process",

@@ -44,12 +44,14 @@ def load(folder: str) -> Policy:
     return load_policy(ModelConfig(path=folder, dtype="float32", device="cpu"))
 
 
-def gradient(policy: Policy, samples: list[Sample], choices: dict[str, Any], **training: Any) -> tuple[Tensor, float]:
+def gradient(
+    policy: Policy, samples: list[Sample], choices: dict[str, Any], *, share_prompts: bool = True, **training: Any
+) -> tuple[Tensor, float]:
     """The gradient of all parameters as one vector, and the loss. Samples carry their weights already."""
     algorithm, config = AlgorithmConfig.model_validate(choices), TrainingConfig(**training)
     worker = reinforced(policy, config, algorithm, max_tokens=64, temperature=0.8)
     policy.model.zero_grad(set_to_none=True)
-    _, rows = pack_rows(samples, config, policy.device, policy.dtype)
+    _, rows = pack_rows(samples, config, policy.device, policy.dtype, share_prompts=share_prompts)
     conditions = Conditions(3, Control(algorithm).coefficients)
     metrics = worker.forward_backward(rows, conditions, [Role.POLICY]).numbers()
     parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in policy.model.parameters()]

@@ -215,7 +215,6 @@ def test_02_the_cut_into_micro_batches_and_ranks_changes_nothing(policy: Policy,
     settings_ = {
         "token_budget": data.draw(st.integers(1, 60)),
         "share_prompts": data.draw(st.booleans()),
-        "logit_chunk": data.draw(st.integers(1, 20)),
     }
     shards = [shuffled[a:b] for a, b in zip([0, *cuts], [*cuts, len(shuffled)], strict=True)]
     parts = [ranks.gradient(policy, shard, choices, **settings_) for shard in shards]

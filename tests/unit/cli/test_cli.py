@@ -243,7 +243,7 @@ def test_settings_for_experts_are_refused_with_a_model_that_has_none(
 @pytest.mark.parametrize(
     ("architecture", "override", "message"),
     [
-        ("qwen3_moe", "engine.guesses=0", "needs a model without experts, got '{model}' (Qwen3MoeForCausalLM)"),
+        ("qwen3_moe", "engine.speculation=false", "needs a model without experts, got '{model}' (Qwen3MoeForCausalLM)"),
         ("llama", "engine.cache_dtype=int8", "needs engine.cache_dtype = 'model' on a CPU, got 'int8'"),
         ("llama", "training.steps=2", "needs compiled kernels for torch.float32 on a CPU, got none"),
     ],

@@ -128,7 +128,7 @@ def test_true_is_no_number_in_so_many_words() -> None:
     assert refused(with_(training={"lr": True})) == "training.lr: must be a number, got true"
     assert refused(with_(run={"seed": False})) == "run.seed: must be a number, got false"
     assert refused(with_(algorithm={"kl_coef": True})) == "algorithm.kl_coef: must be a number, got true"
-    assert parse_config(with_(model={"fuse": False})).model.fuse is False
+    assert parse_config(with_(model={"plain": True})).model.plain is True
 
 
 @pytest.mark.parametrize(
@@ -193,14 +193,16 @@ def test_true_is_no_number_in_so_many_words() -> None:
         (with_(engine=HERE | {"urls": ["ftp://x"]}), "engine.urls must be http://HOST:PORT, got 'ftp://x'"),
         (with_(engine=HERE | {"urls": ["http://far:1"]}), "engine.weights_folder must be a folder that it sees"),
         (with_(engine=HERE | {"urls": ["http://localhost:1"] * 2}), "engine.urls must name each server once"),
-        (with_(engine=HERE | {"page_size": 32}), "engine.page_size is not set for a server"),
         (with_(engine=HERE | {"host_memory_gb": 2}), "engine.host_memory_gb is not set for a server"),
         (with_(engine=HERE | {"cache_dtype": "int8"}), "engine.cache_dtype is not set for a server"),
         (with_(engine=HERE | {"merge_adapters": False}), "engine.merge_adapters = false is for Kitae's own engines"),
-        (with_(engine=HERE | {"guesses": 2}), "engine.guesses is for Kitae's own engines"),
+        (with_(engine=HERE | {"speculation": False}), "engine.speculation = false is for Kitae's own engines"),
         (with_(engine=HERE | {"weights_dtype": "float8"}), "engine.weights_dtype is not set for a server"),
         (with_(engine={"weights_dtype": "int8"}), "engine.weights_dtype: input should be 'model' or 'float8'"),
-        (with_(engine={"weights_dtype": "float8", "fast": False}), "'float8' needs engine.fast = true, got false"),
+        (
+            with_(engine={"weights_dtype": "float8"}, model={"plain": True}),
+            "model.plain needs engine.weights_dtype = 'model', got 'float8'",
+        ),
         (
             with_(engine={"weights_dtype": "float8", "merge_adapters": False}),
             "'float8' needs engine.merge_adapters = true, got false",
@@ -282,7 +284,7 @@ def overridden(*overrides: str) -> RLConfig:
         ("training.steps=7", 7),
         ("training.lr=3e-6", 3e-6),
         ("training.lr=1", 1.0),
-        ("training.share_prompts=false", False),
+        ("model.plain=true", True),
         ("training.betas=[0.8, 0.95]", (0.8, 0.95)),
         ("model.path=owner/name", "owner/name"),
         ("model.path='owner/name'", "owner/name"),

@@ -35,7 +35,7 @@ from kitae.weights.shared_memory import MemoryPublisher, MemoryReceiver
 
 pytestmark = pytest.mark.usefixtures("warm_posts")
 
-CONFIG = EngineConfig(memory_gb=0.02, guesses=0)  # answers that are long enough to be met on their way
+CONFIG = EngineConfig(memory_gb=0.02, speculation=False)  # answers that are long enough to be met on their way
 OWN_WEIGHTS = [
     "process",
     pytest.param("fleet of processes", marks=pytest.mark.slow),

@@ -4,6 +4,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,8 +25,8 @@ class LateRunner(ModelRunner):
 
     ahead = 1
 
-    def __init__(self, policy: Policy, cache: KVCache, fast: bool, guesses: int) -> None:
-        super().__init__(policy, cache, fast, guesses)
+    def __init__(self, policy: Policy, cache: KVCache, *, plain: bool = False, draft_tokens: int = 0) -> None:
+        super().__init__(policy, cache, plain=plain, draft_tokens=draft_tokens)
         self.rows: dict[int, tuple[Decoding, Decoding]] = {}  # the host's and the runner's own
         self.ended: set[int] = set()
         self.late = 0
@@ -70,8 +71,8 @@ class LateRunner(ModelRunner):
 def late_runner(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     made: list[LateRunner] = []
 
-    def make(policy: Policy, cache: KVCache, config: EngineConfig) -> ModelRunner:
-        made.append(LateRunner(policy, cache, config.fast, config.guesses))
+    def make(policy: Policy, cache: KVCache, config: EngineConfig, **settings: Any) -> ModelRunner:
+        made.append(LateRunner(policy, cache, **settings))
         return made[-1]
 
     monkeypatch.setattr(engine, "make_runner", make)

@@ -7,10 +7,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kitae.engines.native.fused import FusedDecoder, _known
+from kitae.engines.native.decoder_layers import is_known
+from kitae.engines.native.fused_decoder import FusedDecoder
 from kitae.engines.native.page_cache import KVCache
 from kitae.models.attention_seam import SelfAttention
-from kitae.models.fuse import is_llama_layer
+from kitae.models.layer_kinds import is_llama_layer
 from kitae.models.lora import import_peft, merged_state, plain_part
 from kitae.models.policy import Policy
 
@@ -54,7 +55,7 @@ def read(decoder: FusedDecoder, policy: Policy) -> list[tuple[Tensor, Tensor]]:
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "gemma3"])
 def test_they_follow_the_adapters(architecture: str, targets: str, tiny_policy: TinyPolicy) -> None:
     policy = tiny_policy(architecture, lora_rank=4, lora_targets=targets)
-    assert _known(policy)
+    assert is_known(policy)
     change(policy, 0)
     decoder = decoder_of(policy)
     places = [got.data_ptr() for got, _ in read(decoder, policy)]

@@ -31,17 +31,25 @@ def prompts(count: int, seed: int = 0) -> list[tuple[int, ...]]:
     return [tuple(rng.randrange(3, 250) for _ in range(rng.choice([1, 5, 16, 17, 40]))) for _ in range(count)]
 
 
-PATHS = [pytest.param(name, True, id=f"{name}-kernels") for name in ARCHITECTURES] + [
-    pytest.param(name, False, id=f"{name}-plain", marks=() if name in ("llama", "gemma3") else pytest.mark.slow)
+PATHS = [pytest.param(name, False, id=f"{name}-kernels") for name in ARCHITECTURES] + [
+    pytest.param(name, True, id=f"{name}-plain", marks=() if name in ("llama", "gemma3") else pytest.mark.slow)
     for name in ARCHITECTURES
 ]
+
+
+OWN = ("plain", "page_size", "draft_tokens", "records_experts")  # arguments of the engine; others are settings
+
+
+def make_engine(policy: Policy, **settings: Any) -> NativeEngine:
+    own = {name: settings.pop(name) for name in OWN if name in settings}
+    return NativeEngine(policy, EngineConfig(**{"memory_gb": 0.01, **settings}), **own)
 
 
 def with_engine(policy: Policy, use: Callable[[NativeEngine], Coroutine[Any, Any, Any]], **settings: Any) -> Any:
     """Run `use(engine)`, close the engine, and check that every page came back."""
 
     async def run() -> Any:
-        engine = NativeEngine(policy, EngineConfig(**{"memory_gb": 0.01, **settings}))
+        engine = make_engine(policy, **settings)
         try:
             result = await use(engine)
             pool = engine.scheduler.pool
@@ -62,12 +70,12 @@ def pages_gb(policy: Policy, pages: int, page_size: int) -> float:
 
 
 @pytest.mark.thorough(keep=3)
-@pytest.mark.parametrize(("architecture", "fast"), PATHS)
+@pytest.mark.parametrize(("architecture", "plain"), PATHS)
 def test_greedy_equals_generate(
-    architecture: str, fast: bool, tiny_policy: TinyPolicy, tiny_folder: Callable[[str], Path]
+    architecture: str, plain: bool, tiny_policy: TinyPolicy, tiny_folder: Callable[[str], Path]
 ) -> None:
     asked = prompts(8)
-    got = generate(tiny_policy(architecture), [Request(str(i), p, GREEDY, 0) for i, p in enumerate(asked)], fast=fast)
+    got = generate(tiny_policy(architecture), [Request(str(i), p, GREEDY, 0) for i, p in enumerate(asked)], plain=plain)
     for completion, expected in zip(got, greedily(tiny_folder(architecture)), strict=True):
         assert list(completion.tokens) == expected
         assert completion.finish == "length"
@@ -86,16 +94,16 @@ def greedily(folder: Path) -> list[list[int]]:
 
 
 @pytest.mark.thorough(keep=3)
-@pytest.mark.parametrize(("architecture", "fast"), PATHS)
+@pytest.mark.parametrize(("architecture", "plain"), PATHS)
 def test_logprobs_equal_a_full_forward_pass(
-    architecture: str, fast: bool, tiny_policy: TinyPolicy, tiny_folder: Callable[[str], Path]
+    architecture: str, plain: bool, tiny_policy: TinyPolicy, tiny_folder: Callable[[str], Path]
 ) -> None:
     model = AutoModelForCausalLM.from_pretrained(tiny_folder(architecture), dtype=torch.float32)
     sampling = SamplingParams(temperature=0.7, max_tokens=30)
     requests = [
         Request(f"{i}/{j}", p, sampling, 100 * i + j, share=f"{i}") for i, p in enumerate(prompts(4)) for j in (0, 1, 2)
     ]
-    for request, done in zip(requests, generate(tiny_policy(architecture), requests, fast=fast), strict=True):
+    for request, done in zip(requests, generate(tiny_policy(architecture), requests, plain=plain), strict=True):
         row = torch.tensor([request.prompt_tokens + done.tokens])
         logp = torch.log_softmax(model(row).logits[0, len(request.prompt_tokens) - 1 : -1] / 0.7, -1)
         expected = logp.gather(1, torch.tensor(done.tokens)[:, None])[:, 0]

@@ -219,7 +219,7 @@ def test_what_it_does_not_cover_runs_its_own_modules(load: Load) -> None:
 
 @pytest.mark.parametrize(
     ("model", "engine"),
-    [({"exact": True}, {}), ({}, {"cache_dtype": "int8"}), ({}, {"fast": False})],
+    [({"exact": True}, {}), ({}, {"cache_dtype": "int8"}), ({"plain": True}, {})],
     ids=["exact", "8 bits", "not fast"],
 )
 def test_who_has_kernels_of_another_kind_or_none_gets_no_packed_copies(
@@ -238,7 +238,8 @@ def generate(policy: Policy, asked: list[Request], **settings: Any) -> list[Comp
 
 
 async def _generate(policy: Policy, asked: list[Request], **settings: Any) -> tuple[list[Completion], int]:
-    engine = NativeEngine(policy, EngineConfig(**{"memory_gb": 0.02, **settings}))
+    own = {name: settings.pop(name) for name in ("plain", "page_size") if name in settings}
+    engine = NativeEngine(policy, EngineConfig(**{"memory_gb": 0.02, **settings}), **own)
     found = await asyncio.gather(*(engine.generate(r) for r in asked))
     preempted = engine.stats().preemptions
     await engine.close()
@@ -263,7 +264,7 @@ def told(completions: list[Completion]) -> list[tuple[tuple[int, ...], tuple[flo
 def test_answers_are_those_of_the_modules(architecture: str, load: Load) -> None:
     policy = load(architecture)
     got = generate(policy, requests("a", 40))
-    for ours, plain in zip(got, generate(policy, requests("a", 40), fast=False), strict=True):
+    for ours, plain in zip(got, generate(policy, requests("a", 40), plain=True), strict=True):
         assert ours.tokens == plain.tokens
         torch.testing.assert_close(torch.tensor(ours.logprobs), torch.tensor(plain.logprobs), atol=1e-5, rtol=1e-5)
 
@@ -452,7 +453,7 @@ def test_weights_may_change_between_two_steps(load: Load) -> None:
     policy, tokens = load("llama"), some_tokens(36)
     table = torch.tensor([[3, 1, 2]], dtype=torch.int32)
     fast = CpuRunner(policy, KVCache(policy, 0.02, 16))
-    plain = ModelRunner(policy, KVCache(policy, 0.02, 16), fast=False)
+    plain = ModelRunner(policy, KVCache(policy, 0.02, 16), plain=True)
     for t in range(36):
         if t % 10 == 9:
             with torch.inference_mode(False):

@@ -46,8 +46,9 @@ def assert_recorded(policy: Policy, request: Request, done: Completion) -> None:
 
 def with_engine(policy: Policy, use: Use, **settings: Any) -> Any:
     async def run() -> Any:
-        config = EngineConfig(**{"memory_gb": 0.01, "page_size": 8, **settings})
-        engine = NativeEngine(policy, config, records_experts=True)
+        own = {name: settings.pop(name) for name in ("plain", "page_size") if name in settings}
+        config = EngineConfig(**{"memory_gb": 0.01, **settings})
+        engine = NativeEngine(policy, config, records_experts=True, **{"page_size": 8, **own})
         try:
             return await use(engine)
         finally:
@@ -112,7 +113,7 @@ def assert_recorded_in_a_crowd(
     assert_all_recorded(policy, requests, crowded, memory_gb=memory_of(policy, 40), max_batch=9, **settings)
 
 
-@pytest.mark.parametrize("settings", [{}, {"fast": False}, {"page_size": 1}, {"max_batch": 2}], ids=str)
+@pytest.mark.parametrize("settings", [{}, {"plain": True}, {"page_size": 1}, {"max_batch": 2}], ids=str)
 @pytest.mark.parametrize("architecture", MIXTURES)
 def test_they_are_those_of_a_plain_pass(architecture: str, settings: dict[str, Any], tiny_policy: TinyPolicy) -> None:
     """Also of prompts that several samples share, at the borders of pages."""
@@ -142,7 +143,7 @@ def test_what_is_computed_again_chooses_for_nothing_that_was_sampled(tiny_policy
         def prefill(admission: Admission) -> Any:
             results = plain(admission)
             for sequence in admission.resumed:
-                assert engine.cache.experts is not None and sequence.stowed is None
+                assert engine.cache.experts is not None and sequence.swapped is None
                 engine.cache.experts[sequence.pages[sequence.prompt_length // 8 :]] = 99
             return results
 
@@ -326,12 +327,12 @@ class _Ops(TorchDispatchMode):
 
 def test_what_is_written_can_be_captured_as_a_graph(tiny_policy: TinyPolicy) -> None:
     """Tensors into tensors: nothing is read by the host, and no shape depends on a value."""
-    policy = tiny_policy("qwen3_moe", fuse=False)  # as on a GPU, whose experts are no loop
+    policy = tiny_policy("qwen3_moe", plain=True)  # as on a GPU, whose experts are no loop
     tokens, places = torch.arange(5, 8), (torch.tensor([0, 1, 1]), torch.tensor([2, 0, 3]))
     found = []
     for routers in (None, RouterShape.of(policy.model)):
         cache = KVCache(policy, 0.01, 8, routers)
-        runner = ModelRunner(policy, cache, fast=False)
+        runner = ModelRunner(policy, cache, plain=True)
         table, lengths = torch.tensor([[0, 1]], dtype=torch.int32).expand(3, 2), torch.tensor([3, 9, 12])
         with torch.inference_mode(), _Ops() as ops:
             context = DecodeAttention(cache, table, lengths, None)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from kitae.engines.base import Request, SamplingParams
 from kitae.engines.native.page_cache import PagePool
 from kitae.engines.native.scheduler import Scheduler
-from kitae.engines.native.sequence import Decoding, Stowed
+from kitae.engines.native.sequence import Decoding, SwappedPages
 from kitae.errors import RequestError
 
 Held = list[tuple[int, int, int] | None]  # (epoch, position, token); epoch: counts updates that compute all anew
@@ -24,7 +24,7 @@ class Machine:
         self.host = rng.choice([0, 1, 3, 10, 1000])
         self.pool = PagePool(rng.randrange(6, 40) * 8 // self.size)
         self.scheduler = Scheduler(
-            self.pool, self.size, rng.randrange(1, 8), rng.choice([16, 64]), self.stow, self.host
+            self.pool, self.size, rng.randrange(1, 8), rng.choice([16, 64]), self.swap_out, self.host
         )
         self.pages: dict[int, Held] = {}
         self.prompts = [self.some(rng.choice([1, 2, 4, 7, 8, 9, 16])) for _ in range(3)]
@@ -35,8 +35,8 @@ class Machine:
     def some(self, count: int) -> tuple[int, ...]:
         return tuple(self.rng.randrange(1000) for _ in range(count))
 
-    def stow(self, pages: list[int]) -> Any:
-        return Stowed(len(pages), tuple(list(self.pages[page]) for page in pages))
+    def swap_out(self, pages: list[int]) -> Any:
+        return SwappedPages(len(pages), tuple(list(self.pages[page]) for page in pages))
 
     def write(self, tokens: tuple[int, ...], start: int, pages: list[int]) -> None:
         for t in range(start, len(tokens)):
@@ -71,13 +71,13 @@ class Machine:
                 self.write(prefix.tokens, prefix.start, prefix.pages)
             for s in admission.resumed:
                 first = s.prompt_length // self.size
-                if s.stowed is None:
+                if s.swapped is None:
                     self.write(self.tokens(s)[:-1], first * self.size, s.pages)
                 else:
-                    self.pages |= zip(s.pages[first:], map(list, s.stowed.tensors), strict=False)
+                    self.pages |= zip(s.pages[first:], map(list, s.swapped.tensors), strict=False)
             for source, target in admission.copies:
                 self.pages[target] = list(self.pages[source])
-            self.scheduler.are_back(admission.resumed)
+            self.scheduler.note_swapped_in(admission.resumed)
             self.sample(admission.fresh)
         else:
             self.scheduler.grow()
@@ -121,8 +121,8 @@ class Machine:
             assert self.pool.free == self.pool.total
             self.pages.clear()
 
-    def stowed(self) -> int:
-        return sum(s.stowed.pages for s in self.scheduler.waiting if s.stowed)
+    def swapped(self) -> int:
+        return sum(s.swapped.pages for s in self.scheduler.waiting if s.swapped)
 
     @staticmethod
     def tokens(s: Decoding) -> tuple[int, ...]:
@@ -137,7 +137,7 @@ def test_a_sequence_reads_its_own_tokens_and_all_comes_back(seed: int) -> None:
     doings = machine.add, machine.abort, machine.update, machine.pause, machine.step
     for _ in range(300):
         rng.choices(doings, (15, 3, 2, 2, 78))[0]()
-        assert machine.scheduler.host_pages + machine.stowed() == machine.host
+        assert machine.scheduler.host_pages + machine.swapped() == machine.host
     machine.paused = False
     while not machine.scheduler.idle:
         machine.step()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_native_engine import pages_gb
+from test_native_engine import make_engine, pages_gb
 
 from kitae.engines.base import Completion, Request, SamplingParams, WeightUpdate
 from kitae.engines.config import EngineConfig
@@ -36,13 +36,13 @@ async def talk(engine: Any, name: str, turns: int, rng: random.Random, session: 
 
 def talks(policy: Policy, seed: int, count: int, turns: int, session: bool, **config: Any) -> tuple[list[Any], int]:
     async def run() -> tuple[list[Any], int]:
-        engine = NativeEngine(policy, EngineConfig(**{"memory_gb": 0.01, **config}))
+        engine = make_engine(policy, **config)
         try:
             found = await asyncio.gather(
                 *(talk(engine, f"t{i}", turns, random.Random(f"{seed}/{i}"), session) for i in range(count))
             )
             scheduler = engine.scheduler
-            assert scheduler.idle and (session or not scheduler.leases)
+            assert scheduler.idle and (session or not scheduler.session_prefixes)
             computed = engine.stats().prompt_tokens
             scheduler.forget_sessions()
             assert scheduler.pool.free == scheduler.pool.total, "pages leaked"
@@ -60,14 +60,14 @@ def assert_same(found: list[list[Completion]], expected: list[list[Completion]])
             assert x.logprobs == pytest.approx(y.logprobs, abs=2e-4)
 
 
-@pytest.mark.parametrize("fast", [True, False], ids=["kernels", "plain"])
+@pytest.mark.parametrize("plain", [False, True], ids=["kernels", "plain"])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_a_kept_cache_gives_the_same_answers_for_less_work(
-    architecture: str, fast: bool, tiny_policy: TinyPolicy
+    architecture: str, plain: bool, tiny_policy: TinyPolicy
 ) -> None:
     policy = tiny_policy(architecture)
-    expected, all_of_it = talks(policy, 1, 3, 4, session=False, fast=fast, page_size=8)
-    found, computed = talks(policy, 1, 3, 4, session=True, fast=fast, page_size=8)
+    expected, all_of_it = talks(policy, 1, 3, 4, session=False, plain=plain, page_size=8)
+    found, computed = talks(policy, 1, 3, 4, session=True, plain=plain, page_size=8)
     assert_same(found, expected)
     assert computed < 0.6 * all_of_it
 
@@ -89,9 +89,9 @@ def test_a_crowded_cache_gives_the_same_answers(
     assert_same(found, expected)
 
 
-def test_what_does_not_go_on_with_a_thread_is_computed_anew(tiny_policy: TinyPolicy) -> None:
+def test_what_does_not_go_on_with_a_session_is_computed_anew(tiny_policy: TinyPolicy) -> None:
     async def run() -> None:
-        engine = NativeEngine(tiny_policy(), EngineConfig(memory_gb=0.01, page_size=8))
+        engine = make_engine(tiny_policy(), page_size=8)
         prompt, sampling = tuple(range(3, 40)), SamplingParams(max_tokens=4)
         first = await engine.generate(Request("a", prompt, sampling, 1, session="t"))
         other = (*prompt[:-1], 200)

@@ -22,21 +22,20 @@ from kitae.workers import remote_process
 
 
 @pytest.mark.parametrize(
-    ("cores", "engines", "threads", "trainer", "shares"),
+    ("cores", "engines", "trainer", "shares"),
     [
-        (8, 1, 0, [0, 1, 2, 3], [[4, 5, 6, 7]]),
-        (8, 2, 0, [0, 1, 2, 3], [[4, 5], [6, 7]]),
-        (8, 3, 2, [0, 1], [[2, 3], [4, 5], [6, 7]]),
-        (2, 1, 0, [0], [[1]]),
-        (2, 2, 1, [0], [[1], [1]]),
-        (4, 2, 2, [0], [[1, 2], [1, 3]]),
-        (4, 1, 9, [0], [[1, 2, 3]]),
-        (1, 2, 1, [], [[], []]),
-        (0, 1, 0, [], [[]]),
+        (8, 1, [0, 1, 2, 3], [[4, 5, 6, 7]]),
+        (8, 2, [0, 1, 2, 3], [[4, 5], [6, 7]]),
+        (8, 3, [0, 1, 2, 3, 4], [[5], [6], [7]]),
+        (2, 1, [0], [[1]]),
+        (2, 2, [0], [[1], [1]]),
+        (4, 5, [0], [[1], [2], [3], [1], [2]]),
+        (1, 2, [], [[], []]),
+        (0, 1, [], [[]]),
     ],
 )
-def test_share_cores(cores: int, engines: int, threads: int, trainer: list[int], shares: list[list[int]]) -> None:
-    assert share_cores(range(cores), engines, threads) == (trainer, shares)
+def test_share_cores(cores: int, engines: int, trainer: list[int], shares: list[list[int]]) -> None:
+    assert share_cores(range(cores), engines) == (trainer, shares)
 
 
 @pytest.fixture
@@ -61,7 +60,7 @@ def test_the_native_engine_samples_from_the_policy(model: ModelConfig) -> None:
 
 @pytest.mark.usefixtures("warm_posts")
 def test_processes_share_one_board(model: ModelConfig) -> None:
-    config = EngineConfig(kind="process", count=2, threads=1, memory_gb=0.02)
+    config = EngineConfig(kind="process", count=2, memory_gb=0.02)
 
     async def body() -> None:
         publisher = MemoryPublisher()

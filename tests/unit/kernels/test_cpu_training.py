@@ -38,7 +38,7 @@ def test_norm_queries_keys_and_values(bias: bool, dim: int) -> None:
     normed = torch.nn.functional.rms_norm(x, (WIDTH,), gain, 1e-6)
     q, k, v = (m(normed).view(ROWS, -1, dim) for m in modules)
     expected = (x, rotated(q, cos, sin), rotated(k, cos, sin), v)
-    got = training.normed_qkv(x, (gain, 1e-6), cos, sin, dim, *modules)
+    got = training.LAYERS.normed_qkv(x, (gain, 1e-6), cos, sin, dim, *modules)
     grads = [torch.randn_like(t) for t in expected]
     assert_same_gradients(got, expected, [x, gain, *(p for m in modules for p in m.parameters())], grads)
 
@@ -74,7 +74,7 @@ def heads_and_inputs(
 def test_norms_of_heads(dim: int, heads: tuple[int, int], bias: bool) -> None:
     x, gain, norms, cos, sin, modules = heads_and_inputs(dim, heads, bias, torch.float32)
     expected = heads_by_modules(x, gain, norms, cos, sin, dim, modules)
-    got = training.normed_qkv(x, (gain, 1e-6), cos, sin, dim, *modules, heads=norms)
+    got = training.LAYERS.normed_qkv(x, (gain, 1e-6), cos, sin, dim, *modules, heads=norms)
     grads = [torch.randn_like(t) for t in expected]
     inputs = [x, gain, norms.queries, norms.keys, *(p for m in modules for p in m.parameters())]
     assert_same_gradients(got, expected, inputs, grads)
@@ -85,7 +85,7 @@ def test_norms_of_heads_round_like_the_modules_in_bfloat16() -> None:
     x, gain, norms, cos, sin, modules = heads_and_inputs(64, (6, 2), True, torch.bfloat16)
     inputs = [x, gain, norms.queries, norms.keys, *(p for m in modules for p in m.parameters())]
     plain = heads_by_modules(x, gain, norms, cos, sin, 64, modules)
-    got = training.normed_qkv(x, (gain, 1e-6), cos, sin, 64, *modules, heads=norms)
+    got = training.LAYERS.normed_qkv(x, (gain, 1e-6), cos, sin, 64, *modules, heads=norms)
     for a, b in zip(got, plain, strict=True):
         assert (a != b).float().mean() < 0.02
     grads = [torch.randn_like(t) for t in plain]
@@ -107,7 +107,7 @@ def test_norm_of_a_sum_and_two_products(in_order: bool) -> None:
     modules = [torch.nn.Linear(WIDTH, 112, bias=False) for _ in range(2)]
     normed = torch.nn.functional.rms_norm(x + y, (WIDTH,), gain, 1e-6)
     expected = (x + y, *(m(normed) for m in modules))
-    got = training.normed_pair(x, y, (gain, 1e-6), *modules)
+    got = training.LAYERS.normed_pair(x, y, (gain, 1e-6), *modules)
     grads = [torch.randn_like(t) for t in expected]
     assert_same_gradients(got, expected, [x, y, gain, *(m.weight for m in modules)], grads)
 
@@ -121,7 +121,7 @@ def test_one_of_two_products_may_be_frozen(frozen: int) -> None:
     learns = modules[1 - frozen].weight
     normed = torch.nn.functional.rms_norm(x + y, (WIDTH,), gain, 1e-6)
     grad = torch.randn(ROWS, 112)
-    training.normed_pair(x, y, (gain, 1e-6), *modules)[2 - frozen].backward(grad)
+    training.LAYERS.normed_pair(x, y, (gain, 1e-6), *modules)[2 - frozen].backward(grad)
     assert modules[frozen].weight.grad is None
     torch.testing.assert_close(learns.grad, grad.t() @ normed, atol=2e-4, rtol=1e-4)
 
@@ -133,7 +133,7 @@ def test_gated_product_and_linear() -> None:
     expected = torch.nn.functional.linear(torch.nn.functional.silu(gate) * up, weight)
     wanted = torch.autograd.grad(expected, (gate, up, weight), grad)
     copies = [t.detach().clone().requires_grad_() for t in (gate, up, weight)]
-    got = training.swiglu_linear(copies[0] + 0, copies[1] + 0, copies[2])  # it takes over what it is given
+    got = training.LAYERS.swiglu_linear(copies[0] + 0, copies[1] + 0, copies[2])  # it takes over what it is given
     torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
     for a, b in zip(torch.autograd.grad(got, copies, grad), wanted, strict=True):
         torch.testing.assert_close(a, b, atol=2e-4, rtol=1e-4)
@@ -141,7 +141,7 @@ def test_gated_product_and_linear() -> None:
 
 def test_a_second_backward_pass_over_what_the_first_has_written_is_refused() -> None:
     gate, up, weight = (torch.randn(4, 16, requires_grad=True) for _ in range(3))
-    out = training.swiglu_linear(gate + 0, up + 0, weight).sum()
+    out = training.LAYERS.swiglu_linear(gate + 0, up + 0, weight).sum()
     out.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.backward()
@@ -152,7 +152,7 @@ def test_several_linear_layers_of_one_input() -> None:
     modules = [torch.nn.Linear(WIDTH, n, bias=n == 48) for n in (64, 48)]
     x = torch.randn(2, ROWS, WIDTH, requires_grad=True)
     expected = tuple(m(x) for m in modules)
-    got = training.linears(x, *modules)
+    got = training.LAYERS.linears(x, *modules)
     grads = [torch.randn_like(t) for t in expected]
     assert_same_gradients(got, expected, [x, *(p for m in modules for p in m.parameters())], grads)
 
@@ -184,7 +184,7 @@ def test_with_a_master_the_gradient_is_added_there_and_nowhere_else(height: int)
     set_master(module.weight, master)
     x, grad = torch.randn(ROWS, WIDTH).bfloat16(), torch.randn(ROWS, height).bfloat16()
     for _ in range(2):
-        training.linears(x.clone().requires_grad_(), module)[0].backward(grad)
+        training.LAYERS.linears(x.clone().requires_grad_(), module)[0].backward(grad)
     assert module.weight.grad is None
     torch.testing.assert_close(master.grad, 2 * grad.float().t() @ x.float(), atol=0.5, rtol=1e-2)
 

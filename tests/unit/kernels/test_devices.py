@@ -1,4 +1,4 @@
-"""Which doors a device has, and that what it lacks is declared."""
+"""Which functions a device has, and that what it lacks is declared."""
 
 import dataclasses
 

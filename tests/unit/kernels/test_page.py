@@ -11,8 +11,8 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "docs" / "kernels.md"
-HEADER = ["kernel", "door", "caller", "twin", "test", "benchmark", "why"]
-BELOW = {"door": "kitae", "caller": "kitae", "twin": "kitae", "test": "tests", "benchmark": "benchmarks"}
+HEADER = ["kernel", "function", "caller", "twin", "test", "benchmark", "why"]
+BELOW = {"function": "kitae", "caller": "kitae", "twin": "kitae", "test": "tests", "benchmark": "benchmarks"}
 SOURCES = [
     "kitae/kernels/cpu/cpu.cpp",
     "kitae/kernels/cpu/amx.h",
@@ -120,8 +120,8 @@ def test_what_a_row_names_exists(row: Row) -> None:
     for column, below in BELOW.items():
         for name in row.named(column):
             source_of(name, below)
-    doors = [source_of(name, BELOW["door"]) for name in row.named("door")]
-    assert doors and all(re.search(rf"(?<![A-Za-z]){row.kernel}(?![A-Za-z])", door) for door in doors)
+    functions = [source_of(name, BELOW["function"]) for name in row.named("function")]
+    assert functions and all(re.search(rf"(?<![A-Za-z]){row.kernel}(?![A-Za-z])", function) for function in functions)
     assert row.named("caller") and row.named("test")
 
 

@@ -19,7 +19,9 @@ TRITON = {
     "kitae.kernels.cuda.training",
     "kitae.kernels.exact.exact_gpu",
 }
-FOR_GPUS = TRITON | {"kitae.engines.native.gpu_runner"}  # imported only where Triton is
+FOR_GPUS = TRITON | {
+    f"kitae.engines.native.{name}" for name in ("float8_weights", "gpu_decoder", "gpu_runner")
+}  # imported only where Triton is
 
 
 def module(path: Path) -> str:

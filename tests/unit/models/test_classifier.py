@@ -92,9 +92,9 @@ def test_a_stop_token_does_not_pad(tiny_policy: TinyPolicy, tmp_path: Path) -> N
 
 
 def test_the_head_keeps_its_precision(tiny_policy: TinyPolicy, tmp_path: Path) -> None:
-    model = reward_model(tiny_policy(dtype="bfloat16", fuse=False))
+    model = reward_model(tiny_policy(dtype="bfloat16", plain=True))
     export_scalar(model, tmp_path / "reward")
-    again = load_scalar(ModelConfig(path=str(tmp_path / "reward"), dtype="bfloat16", device="cpu", fuse=False))
+    again = load_scalar(ModelConfig(path=str(tmp_path / "reward"), dtype="bfloat16", device="cpu", plain=True))
     assert torch.equal(again.head.weight, model.head.weight)
     assert again.policy.dtype == torch.bfloat16
     assert ours(again) == ours(model)

@@ -48,7 +48,8 @@ def requests(groups: int = 6, size: int = 4) -> list[Request]:
 
 def generate(policy: Policy, asked: list[Request], **settings: Any) -> tuple[list[Completion], EngineStats]:
     async def run() -> tuple[list[Completion], EngineStats]:
-        engine = NativeEngine(policy, EngineConfig(**{"memory_gb": 0.01, **settings}))
+        page = {"page_size": settings.pop("page_size")} if "page_size" in settings else {}
+        engine = NativeEngine(policy, EngineConfig(**{"memory_gb": 0.01, **settings}), **page)
         try:
             return await asyncio.gather(*(engine.generate(r) for r in asked)), engine.stats()
         finally:
@@ -69,7 +70,8 @@ def to_samples(asked: list[Request], done: list[Completion]) -> list[Sample]:
     return samples
 
 
-def gap(policy: Policy, samples: list[Sample], **settings: Any) -> float:
+def gap(policy: Policy, samples: list[Sample], *, share_prompts: bool = True, **settings: Any) -> float:
+    policy.plain = not share_prompts
     algorithm, training = AlgorithmConfig(), TrainingConfig(**settings)
     trainer = LocalTrainer(reinforced(policy, training, algorithm, max_tokens=64, temperature=TEMPERATURE))
     found = asyncio.run(trainer.annotate(samples, [Column.OLD]))
@@ -96,7 +98,7 @@ def test_the_trainer_finds_what_the_engine_reported(
     asked = requests()
     samples = to_samples(asked, generate(policy, asked)[0])
     assert gap(policy, samples) == 0.0
-    assert gap(policy, samples, token_budget=90, logit_chunk=7) == 0.0, "packed otherwise"
+    assert gap(policy, samples, token_budget=90) == 0.0, "packed otherwise"
     assert gap(policy, samples, share_prompts=False) == 0.0
 
 
@@ -185,8 +187,7 @@ task = "arithmetic"
 @pytest.mark.parametrize(
     ("setting", "device", "complaint"),
     [
-        ("engine.fast=false", "cpu", "kernels of its own, got engine.fast = false"),
-        ("model.fuse=false", "cpu", "kernels of its own, got model.fuse = false"),
+        ("model.plain=true", "cpu", "kernels of its own, got model.plain = true"),
         (
             "engine.kind=process",
             "auto",
@@ -210,8 +211,8 @@ def test_a_process_of_its_own_is_exact_on_a_gpu(tmp_path: Path) -> None:
 
 
 def test_a_plain_engine_refuses_an_exact_policy(tiny_policy: TinyPolicy) -> None:
-    with pytest.raises(EngineError, match=r"kernels of its own, got engine\.fast = false"):
-        NativeEngine(tiny_policy(exact=True), EngineConfig(memory_gb=0.01, fast=False))
+    with pytest.raises(EngineError, match="kernels of its own, got a plain engine"):
+        NativeEngine(tiny_policy(exact=True), EngineConfig(memory_gb=0.01), plain=True)
 
 
 @pytest.mark.parametrize(

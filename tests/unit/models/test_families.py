@@ -21,15 +21,16 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from kitae.engines.base import Completion, Request, SamplingParams
 from kitae.engines.config import EngineConfig
 from kitae.engines.native.cpu_runner import PackedDecoder
+from kitae.engines.native.decoder_layers import is_known, is_plain
 from kitae.engines.native.engine import NativeEngine
-from kitae.engines.native.fused import _known, is_plain
 from kitae.engines.native.page_cache import KVCache
 from kitae.errors import KitaeError
 from kitae.kernels.cpu import packed
 from kitae.kernels.cpu.compile_cpp import cpu_library
 from kitae.kernels.norms import NormRule
 from kitae.models.config import ModelConfig
-from kitae.models.fuse import fuse, is_llama_layer, norm_of
+from kitae.models.fuse import fuse
+from kitae.models.layer_kinds import is_llama_layer, norm_of
 from kitae.models.load import load_policy
 from kitae.models.policy import Policy
 
@@ -95,7 +96,7 @@ def made(tiny_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFa
 
 
 def load(folder: Path, *, fused: bool = True) -> Policy:
-    return load_policy(ModelConfig(path=str(folder), dtype="float32", device="cpu", fuse=fused))
+    return load_policy(ModelConfig(path=str(folder), dtype="float32", device="cpu", plain=not fused))
 
 
 async def sample(policy: Policy) -> list[tuple[Request, Completion]]:
@@ -142,7 +143,7 @@ def test_what_is_fused(family: str, made: Callable[[str], Path]) -> None:
     """On a CPU: layers of the trainer, and whether a GPU's decoder would be tried."""
     policy = load(made(family), fused=False)
     layer = type(policy.decoder.layers[0]).__name__ if hasattr(policy.decoder, "layers") else ""  # type: ignore[index, union-attr, arg-type]
-    known = _known(policy)
+    known = is_known(policy)
     count = fuse(policy.model, policy.device, policy.dtype)
     own = [m for m in policy.model.modules() if type(m).__name__ == layer and "forward" in vars(m)]
     _, trainer, decoder, *_ = ROWS[family]
@@ -171,14 +172,14 @@ def test_which_have_a_compiled_decoder_on_a_cpu(family: str, made: Callable[[str
 
 def test_a_mixture_with_other_gates_is_unknown(made: Callable[[str], Path]) -> None:
     """MiniMax-M2 is built like OLMoE, but its gates come from a sigmoid, and a bias has its say in the choice."""
-    assert _known(load(made("olmoe"), fused=False)) and not _known(load(made("minimax_m2"), fused=False))
+    assert is_known(load(made("olmoe"), fused=False)) and not is_known(load(made("minimax_m2"), fused=False))
 
 
 @pytest.mark.skipif(cpu_library() is None, reason="no C++ compiler")
 @pytest.mark.parametrize("name", ["limit", "elsewhere"])
 def test_an_mlp_with_limits_is_another(name: str, made: Callable[[str], Path]) -> None:
     """Rows of usual size do not reach them. Of a whole layer a probe cannot, so there a name must tell."""
-    policy = load_policy(ModelConfig(path=str(made("smollm3")), dtype="float32", device="cpu", fuse=False))
+    policy = load_policy(ModelConfig(path=str(made("smollm3")), dtype="float32", device="cpu", plain=True))
     mlp: Any = policy.decoder.layers[0].mlp
 
     class Limited(type(mlp)):  # type: ignore[misc]
@@ -186,12 +187,12 @@ def test_an_mlp_with_limits_is_another(name: str, made: Callable[[str], Path]) -
             limited = self.act_fn(self.gate_proj(x).clamp(-10, 10)) * self.up_proj(x).clamp(-10, 10)
             return self.down_proj(limited)  # type: ignore[no-any-return]
 
-    assert is_llama_layer(policy.decoder.layers[0]) and _known(policy)
+    assert is_llama_layer(policy.decoder.layers[0]) and is_known(policy)
     mlp.__class__ = Limited
     setattr(mlp, name, 10.0)
     assert fuse(mlp, torch.device("cpu"), torch.float32) == 0
     if name == "limit":
-        assert not is_llama_layer(policy.decoder.layers[0]) and not _known(policy)
+        assert not is_llama_layer(policy.decoder.layers[0]) and not is_known(policy)
         mlp.limit = math.inf
         assert is_llama_layer(policy.decoder.layers[0])
 
@@ -241,7 +242,7 @@ def test_what_a_norm_computes_is_found_by_trying() -> None:
 
 def test_no_fused_decoder_for_attention_that_reads_positions(made: Callable[[str], Path]) -> None:
     """What it does with them may begin far behind the tokens of a probe."""
-    assert _known(load(made("ministral"))) and not _known(load(made("ministral3")))
+    assert is_known(load(made("ministral"))) and not is_known(load(made("ministral3")))
 
 
 @pytest.mark.thorough(keep=3)

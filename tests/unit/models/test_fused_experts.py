@@ -199,7 +199,7 @@ def gradients(policy: Policy, experts_TLK: Tensor) -> dict[str, Tensor]:
 def test_replayed_routing_and_activations_that_are_computed_again(
     architecture: str, again: bool, lora_rank: int, tiny_policy: TinyPolicy, calls: list[int]
 ) -> None:
-    plain, fused = (tiny_policy(architecture, fuse=f, lora_rank=lora_rank) for f in (False, True))
+    plain, fused = (tiny_policy(architecture, plain=not f, lora_rank=lora_rank) for f in (False, True))
     assert not fused_experts(plain.model) and len(fused_experts(fused.model)) == 2
     with torch.no_grad(), record_routing(plain.model) as record:
         plain.score(TOKENS)

@@ -200,7 +200,7 @@ def test_a_state_beside_attention_is_refused(tiny_folder: Callable[[str], Path],
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_positions_must_be_read_and_not_counted(dtype: str, tiny_policy: TinyPolicy) -> None:
     """In a row where every token is at its place, both are the same."""
-    policy = tiny_policy("llama", dtype=dtype, fuse=False)
+    policy = tiny_policy("llama", dtype=dtype, plain=True)
     decoder: Any = policy.decoder
     for layer in decoder.layers:
         layer.self_attn.q_proj.weight.data.normal_(0, 0.5)
@@ -218,9 +218,9 @@ def _tripled(output: object) -> object:
 
 
 def test_fusing_skips_what_it_does_not_know(tiny_policy: TinyPolicy) -> None:
-    llama = tiny_policy("llama", fuse=False)
+    llama = tiny_policy("llama", plain=True)
     assert fuse(llama.model, llama.device, llama.dtype) == 9  # 2 × (layer, 2 norms, MLP) + final norm
-    gemma = tiny_policy("gemma3", fuse=False)
+    gemma = tiny_policy("gemma3", plain=True)
     assert fuse(gemma.model, gemma.device, gemma.dtype) == 0  # its norm adds 1 to the weight, its MLP is no SwiGLU
 
 

@@ -136,8 +136,7 @@ def test_how_rows_are_cut_does_not_matter(make: Callable[..., StageConfig]) -> N
 def test_a_prompt_is_computed_once_for_both_answers(make: Callable[..., StageConfig]) -> None:
     """Tokens of the rows: with shared prompts, fewer by the prompts of the batch."""
     shared, apart = (
-        steps_of(run_stage(make("dpo", "training.steps=1", f"training.share_prompts={s}")).folder)[0]
-        for s in ("true", "false")
+        steps_of(run_stage(make("dpo", "training.steps=1", f"model.plain={s}")).folder)[0] for s in ("false", "true")
     )
     assert shared["loss_tokens"] == apart["loss_tokens"]
     assert shared["train_tokens"] < 0.75 * apart["train_tokens"]

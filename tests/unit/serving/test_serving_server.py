@@ -49,7 +49,7 @@ def metric(address: str, name: str) -> float:
 
 
 def test_the_program_serves_aborts_and_ends(tiny_folder: Callable[[str], Path]) -> None:
-    slowly = "engine.fast=false"  # so that an answer under way is seen to be
+    slowly = "model.plain=true"  # so that an answer under way is seen to be
     settings = str(tiny_folder("llama")), "model.dtype=float32", slowly, "--name", "small"
     with program(*settings) as (process, address):
         assert process.stdout is not None

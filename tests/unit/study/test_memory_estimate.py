@@ -90,9 +90,12 @@ def test_near_what_runs_of_a_mixture_have_taken(settings: tuple[str, ...], measu
         (61_440, 6_100, 3072, 36.2),
     ],
 )
-def test_near_what_a_gpu_has_taken(tokens: int, budget: int, chunk: int, measured: float) -> None:
+def test_near_what_a_gpu_has_taken(
+    tokens: int, budget: int, chunk: int, measured: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Rows of training alone, moments and all, as docs/performance.md has them: so without cache and libraries."""
-    c = config(f"training.token_budget={budget}", f"training.logit_chunk={chunk}")
+    monkeypatch.setattr(module, "logit_chunk", lambda training, device: chunk)
+    c = config(f"training.token_budget={budget}")
     parts = hold(c, QWEN, CUDA, torch.bfloat16, tokens)
     less = WHOLE * QWEN.parameters / GIB
     assert (sum(parts.values()) - parts["cache"] - parts["libraries"]) / GIB == pytest.approx(measured - less, rel=0.1)
@@ -105,8 +108,6 @@ def test_near_what_a_gpu_has_taken(tokens: int, budget: int, chunk: int, measure
         (("algorithm.reference=frozen", "algorithm.kl_coef=0.1"), SMOLLM2.parameters * 4),
         (_MOVING, SMOLLM2.parameters * 8),  # an average in fp32, whatever the model is in
         (("training.moments=bfloat16",), -SMOLLM2.parameters * 4),
-        (("training.logit_chunk=512",), -512 * 49152 * 5),
-        (("training.logit_chunk=2048",), 0),  # a row has 1,024
     ],
 )
 def test_what_is_held_counts(settings: tuple[str, ...], more: float) -> None:
@@ -178,7 +179,7 @@ SERVED = ("engine.kind=vllm", "engine.urls=['http://127.0.0.1:8000']")
         (("model.lora_targets=q_proj",), 2 * 30 * 576 * (576 + 2 * 192)),  # of one product with keys and values
         (("model.lora_targets=o_proj,down_proj",), 2 * 30 * 576 * (576 + 1536)),
         (("model.exact=true",), 0),
-        (("engine.fast=false",), 0),
+        (("model.plain=true",), 0),
         (("engine.merge_adapters=false",), 0),
         (SERVED, 0),
     ],
@@ -201,7 +202,7 @@ def test_copies_in_8_bits(settings: tuple[str, ...], engines: int) -> None:
 
 def test_exact_engines_and_servers_pack_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kitae.kernels.cpu.packed.available", lambda dtype: True)
-    without = (("model.exact=true",), ("engine.fast=false",), ("engine.cache_dtype=int8",), SERVED)
+    without = (("model.exact=true",), ("model.plain=true",), ("engine.cache_dtype=int8",), SERVED)
     for dtype in (torch.float32, torch.bfloat16):
         for settings in ((), *without):
             parts = hold(config("pipeline.max_staleness=1", *settings), SMOLLM2, CPU, dtype, 4000)
@@ -223,7 +224,7 @@ def test_what_an_engine_gives_back_counts_where_both_work_at_once() -> None:
     assert size(config("engine.keep_cache=false")) == size(config(*ahead, "engine.keep_cache=false"))
     cache = hold(config(), SMOLLM2, CPU, torch.float32, 4000)["cache"]
     assert size(config()) - size(config("engine.keep_cache=false")) == cache
-    few = ("model.lora_rank=4", "training.token_budget=16", "training.logit_chunk=16", "sampling.max_tokens=1")
+    few = ("model.lora_rank=4", "training.token_budget=16", "sampling.max_tokens=1")
     beside, turns = (hold(config(*few, *more), SMOLLM2, CPU, torch.float32, 100) for more in (ahead, ()))
     engine, trainer = (("packed weights", "merged weights"), ("gradients", "activations"))
     assert sum(map(turns.__getitem__, (*engine, *trainer))) == pytest.approx(sum(map(beside.__getitem__, engine)))

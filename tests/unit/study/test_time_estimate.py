@@ -72,7 +72,7 @@ def test_a_small_run_on_one_core_with_amx(found: Callable[..., Estimate]) -> Non
         ("training", {"training": {"group_size": 16}}),
         ("training", {"training": {"epochs": 2}}),
         ("training", {"algorithm": {"preset": "ppo"}}),
-        ("training", {"training": {"share_prompts": False}}),
+        ("training", {"model": {"plain": True}}),
         ("training", {"training": {"minibatches": 8}}),
         ("evaluations", {"eval": {"every": 5}}),
         ("evaluations", {"eval": {"prompts": 256}}),

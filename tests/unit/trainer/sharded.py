@@ -59,7 +59,7 @@ class Case:
         """The same in one process; split layers are not fused, so those of that one are not either."""
         split = self.parallel is not None and self.parallel.tensor > 1
         rows = [row for row in self.rows if row.loss_tokens]
-        return replace(self, parallel=None, rows=rows, model={"fuse": not split, **self.model})
+        return replace(self, parallel=None, rows=rows, model={"plain": split, **self.model})
 
 
 @dataclass(frozen=True)
@@ -159,8 +159,8 @@ def rows_of(samples: Sequence[Sample], choices: dict[str, Any], multiple: int = 
     """So many that every rank has as many. Every second sample is observed."""
     samples = weighted(samples, AlgorithmConfig.model_validate(choices))
     observed = {s.key for s in samples[::2]}
-    parts = pack(samples, token_budget(TRAINING, CPU, torch.float32), TRAINING.share_prompts, multiple)
-    return [lay_out(part, TRAINING.share_prompts, observed) for part in parts]
+    parts = pack(samples, token_budget(TRAINING, CPU, torch.float32), multiple=multiple)
+    return [lay_out(part, observed=observed) for part in parts]
 
 
 def one_sided(rows: Sequence[Row], ranks: int = 2) -> list[Row]:

@@ -77,7 +77,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("llama", {}),
     ("qwen2", {}),
     ("qwen3", {}),
-    ("llama", {"fuse": False}),
+    ("llama", {"plain": True}),
     ("llama", {"lora_rank": 4}),
     ("llama", {"exact": True}),
 ]

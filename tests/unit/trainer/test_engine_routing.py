@@ -75,7 +75,7 @@ def sampled(policy: Policy, turns: int = 1, seed: int = 0) -> list[Group]:
         return Rollout(group, index, (chain,), "length", "", Score(float(index)))
 
     async def run() -> list[Group]:
-        engine = NativeEngine(policy, EngineConfig(memory_gb=0.01, page_size=8), records_experts=True)
+        engine = NativeEngine(policy, EngineConfig(memory_gb=0.01), records_experts=True, page_size=8)
         try:
             keys = [(group, index) for group in (0, 1) for index in range(3)]
             found = await asyncio.gather(*(episode(engine, *key) for key in keys))
@@ -92,7 +92,8 @@ def samples_of(groups: Sequence[Group], algorithm: AlgorithmConfig) -> list[Samp
     return [s for c in stages.advantages(stages.candidates(groups)) for s in c.samples]
 
 
-def old(policy: Policy, samples: Sequence[Sample], **training: Any) -> list[Sample]:
+def old(policy: Policy, samples: Sequence[Sample], *, share_prompts: bool = True, **training: Any) -> list[Sample]:
+    policy.plain = not share_prompts
     trainer = LocalTrainer(make_worker(policy, TrainingConfig(**training), ROUTED))
     try:
         return asyncio.run(trainer.annotate(samples, [Column.OLD]))
@@ -161,7 +162,8 @@ def test_updates_use_them_however_rows_are_cut(tiny_policy: TinyPolicy) -> None:
     with astray(served):
         samples = samples_of(sampled(served, TURNS), ROUTED)
 
-    def gradient(samples: Sequence[Sample], **training: Any) -> dict[str, Tensor]:
+    def gradient(samples: Sequence[Sample], *, share_prompts: bool = True, **training: Any) -> dict[str, Tensor]:
+        trained.plain = not share_prompts
         trained.model.zero_grad(set_to_none=True)
         numbers(trained, samples, **training)
         return {name: p.grad.clone() for name, p in trained.model.named_parameters() if p.grad is not None}

@@ -44,9 +44,10 @@ def make_samples(shapes: list[tuple[int, int, int]], seed: int = 0, gaps: bool =
 
 
 def gradient(
-    policy: Policy, samples: list[Sample], algorithm: AlgorithmConfig, **config: Any
+    policy: Policy, samples: list[Sample], algorithm: AlgorithmConfig, *, share_prompts: bool = True, **config: Any
 ) -> dict[str, torch.Tensor]:
     policy.model.zero_grad(set_to_none=True)
+    policy.plain = not share_prompts
     worker = make_worker(policy, TrainingConfig(**config), algorithm, temperature=TEMPERATURE)
     forward_backward(worker, weighted(samples, algorithm), coefficients=Control(algorithm).coefficients)
     optimizer = worker.trained[Role.POLICY].optimizer
@@ -114,7 +115,6 @@ def test_gradient_does_not_depend_on_the_cut(tiny_policy: TinyPolicy, data: st.D
         algorithm,
         token_budget=data.draw(st.integers(1, 60)),
         share_prompts=data.draw(st.booleans()),
-        logit_chunk=data.draw(st.integers(1, 20)),
         checkpoint_activations=data.draw(st.booleans()),
     )
     assert_same(cut, whole)
@@ -143,13 +143,14 @@ def test_bfloat16_gradients_are_as_close_to_fp32_as_those_of_plain_torch(
     """Fused layers whose products add into the masters, against the model's own modules."""
     samples = make_samples(SHAPES)
     algorithm = AlgorithmConfig(preset="grpo", kl_coef=0.0)
-    exact = tiny_policy(architecture, fuse=False)
+    exact = tiny_policy(architecture, plain=True)
     for p in exact.model.parameters():
         p.data = p.data.bfloat16().float()
     expected = gradient(exact, samples, algorithm)
 
-    def error(fuse: bool) -> float:
-        policy = tiny_policy(architecture, dtype="bfloat16", fuse=fuse)
+    def error(plain: bool) -> float:
+        policy = tiny_policy(architecture, dtype="bfloat16", plain=plain)
+        policy.plain = False  # rows are packed alike
         worker = make_worker(policy, TrainingConfig(token_budget=60), algorithm, temperature=TEMPERATURE)
         forward_backward(worker, weighted(samples, algorithm))
         optimizer = worker.trained[Role.POLICY].optimizer
@@ -159,4 +160,4 @@ def test_bfloat16_gradients_are_as_close_to_fp32_as_those_of_plain_torch(
         gaps = [(m.grad - expected[n]).pow(2).sum() for n, m in masters.items() if m.grad is not None]
         return float((torch.stack(gaps).sum() / sum(g.pow(2).sum() for g in expected.values())).sqrt())
 
-    assert error(fuse=True) < 1.2 * error(fuse=False) + 1e-3
+    assert error(plain=False) < 1.2 * error(plain=True) + 1e-3

@@ -143,7 +143,7 @@ SMALL = (".bias", ".gate.weight", ".router.weight", "norm.weight", ".sinks")
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "several rows": {"training": {"token_budget": 40}},
-    "prompts apart": {"training": {"token_budget": 60, "share_prompts": False}},
+    "prompts apart": {"apart": True, "training": {"token_budget": 60}},
     "activations again": {"training": {"token_budget": 40, "checkpoint_activations": True}},
     "adapters": {"model": {"lora_rank": 4}, "training": {"token_budget": 40}},
     "adapters, activations again": {
@@ -161,6 +161,7 @@ def step(case: dict[str, Any], tiny_policy: TinyPolicy, architecture: str) -> di
     algorithm = AlgorithmConfig.model_validate({"preset": "grpo", **case.get("algorithm", {})})
     training = TrainingConfig(lr=1e-3, **case.get("training", {}))
     policy = tiny_policy(architecture, **case.get("model", {}))
+    policy.plain = case.get("apart", False)
     critic = ScalarModel(tiny_policy(architecture)) if algorithm.advantage == "gae" else None
     reference = bool(algorithm.kl_coef)
     worker = make_worker(policy, training, algorithm, critic=critic, reference=reference)

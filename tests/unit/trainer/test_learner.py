@@ -74,7 +74,7 @@ def test_a_reference_shares_what_is_not_trained_and_nothing_else(tiny_policy: Ti
     assert not set(tiny_policy().model.parameters()) & mine
 
 
-@pytest.mark.parametrize("settings", [{}, {"fuse": False}, {"exact": True}], ids=["fused", "plain", "exact"])
+@pytest.mark.parametrize("settings", [{}, {"plain": True}, {"exact": True}], ids=["fused", "plain", "exact"])
 def test_the_reference_is_computed_while_the_engine_samples(settings: dict[str, Any], tiny_policy: TinyPolicy) -> None:
     """Every token of the engine is the policy's, not the reference's, whatever the trainer's thread does meanwhile."""
     policy = tiny_policy(lora_rank=4, **settings)
@@ -159,8 +159,9 @@ def test_the_critics_gradient_does_not_depend_on_the_cut(tiny_policy: TinyPolicy
     samples = with_values(make_samples(SHAPES), 0.7)
     found = []
     for budget, share in ((10_000, True), (40, False)):
-        training = TrainingConfig(token_budget=budget, share_prompts=share)
+        training = TrainingConfig(token_budget=budget)
         worker = critic_of(tiny_policy(), tiny_policy(), training, clip=0.2)
+        worker.policy.plain = not share
         forward_backward(worker, samples, roles=[Role.CRITIC])
         found.append([p.grad for p in worker.trained[Role.CRITIC].optimizer.masters])
     assert any(g is not None and g.abs().max() > 0 for g in found[0])

@@ -27,8 +27,9 @@ ROUTED = AlgorithmConfig(routing="old")
 TRAINING = TrainingConfig(minibatches=2)
 
 
-def annotated(policy: Policy, samples: list[Sample], **training: Any) -> list[Sample]:
+def annotated(policy: Policy, samples: list[Sample], *, share_prompts: bool = True, **training: Any) -> list[Sample]:
     """With log-probs and experts of the policy as it is now."""
+    policy.plain = not share_prompts
     trainer = LocalTrainer(make_worker(policy, TRAINING.model_copy(update=training), ROUTED))
     try:
         return asyncio.run(trainer.annotate(samples, [Column.OLD, Column.EXPERTS]))
@@ -120,7 +121,8 @@ def test_a_model_without_experts_is_refused_at_once(tiny_policy: TinyPolicy) -> 
 def test_what_routers_do_is_measured(tiny_policy: TinyPolicy) -> None:
     policy, samples = tiny_policy("qwen3_moe"), make_samples(SHAPES)
 
-    def numbers(**training: Any) -> dict[str, float]:
+    def numbers(*, share_prompts: bool = True, **training: Any) -> dict[str, float]:
+        policy.plain = not share_prompts
         trainer = LocalTrainer(make_worker(policy, TRAINING.model_copy(update=training), AlgorithmConfig()))
         try:
             return asyncio.run(trainer.forward_backward(Batch(tuple(samples)))).numbers()

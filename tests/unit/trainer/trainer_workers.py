@@ -53,7 +53,9 @@ def forward_backward(
     roles: Collection[Role] = (Role.POLICY,),
     coefficients: Coefficients | None = None,
 ) -> Totals:
-    _, rows = pack_rows(samples, worker.training, worker.policy.device, worker.policy.dtype)
+    _, rows = pack_rows(
+        samples, worker.training, worker.policy.device, worker.policy.dtype, share_prompts=not worker.policy.plain
+    )
     return worker.forward_backward(rows, Conditions(version, coefficients or Coefficients()), roles)
 
 

@@ -167,9 +167,9 @@ def test_filed_answers_are_those_that_would_have_come(
     model: ModelConfig, publisher: MemoryPublisher, run: Run[Any], tmp_path: Path
 ) -> None:
     """In plain torch: with kernels, answers end before anybody can suspend them."""
-    slow = CONFIG.model_copy(update={"fast": False})
+    slow = model.model_copy(update={"plain": True})
     filing, engine = (
-        ProcessEngine(model, slow, publisher, threads=1, name=name, columns=columns)
+        ProcessEngine(slow, CONFIG, publisher, threads=1, name=name, columns=columns)
         for name, columns in (("engine 0", tmp_path), ("engine 1", None))
     )
     asked = requests(tokens=150)

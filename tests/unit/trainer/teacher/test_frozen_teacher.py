@@ -27,11 +27,11 @@ from kitae.trainer.training_worker import Worker
 from kitae.types import Group, Message, Prompt, Rollout, Sample, Score, Segment
 
 PROMPT = (5, 80, 33, 7)
-TRAINING = TrainingConfig(logit_chunk=7)
+TRAINING = TrainingConfig(token_budget=40)
 
 
 def load(folder: Path, **settings: Any) -> Policy:
-    return load_policy(ModelConfig(path=str(folder), device="cpu", dtype="float32", fuse=False, **settings))
+    return load_policy(ModelConfig(path=str(folder), device="cpu", dtype="float32", plain=True, **settings))
 
 
 @pytest.fixture(scope="module")

@@ -29,7 +29,7 @@ from kitae.workers.process_status import state_of
 
 pytestmark = pytest.mark.usefixtures("warm_posts")
 
-TRAINING = TrainingConfig(logit_chunk=7, token_budget=40)
+TRAINING = TrainingConfig(token_budget=40)
 PROMPT = (5, 80, 33, 7)
 COLUMNS = ("logp_mu", "version", "score", "advantage")
 

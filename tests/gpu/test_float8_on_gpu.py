@@ -2,7 +2,7 @@
 
 Kernels and decoder without a GPU, where Triton is installed, in fp32 by its interpreter:
 
-    TRITON_INTERPRET=1 python -m pytest tests/gpu/test_eights_on_gpu.py
+    TRITON_INTERPRET=1 python -m pytest tests/gpu/test_float8_on_gpu.py
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from kitae.engines.base import Completion, Request, SamplingParams, WeightUpdate
 from kitae.engines.native.engine import NativeEngine
-from kitae.engines.native.fused import FusedDecoder
+from kitae.engines.native.gpu_decoder import GpuDecoder
 from kitae.engines.native.page_cache import KVCache
 from kitae.errors import EngineError
 from kitae.kernels import float8
@@ -66,7 +66,7 @@ def made(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tens
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
 
 
-def as_eights(x: Tensor, unit: Tensor) -> Tensor:
+def as_float8(x: Tensor, unit: Tensor) -> Tensor:
     """What 8 bits keep of it."""
     return (x.float() / unit).clamp(-float8.LARGEST, float8.LARGEST).to(float8.KIND).float() * unit
 
@@ -135,7 +135,7 @@ def test_gated_rows_have_units_of_their_own(dtype: torch.dtype, gelu: bool) -> N
     torch.testing.assert_close(units[:2], plain[:2].float().abs().amax(1) / float8.LARGEST, rtol=1e-5, atol=0)
     for row in range(6):
         kept = eight[row].float() * units[row]
-        assert torch.equal(kept, as_eights(plain[row], units[row]))
+        assert torch.equal(kept, as_float8(plain[row], units[row]))
         assert (kept - plain[row].float()).norm() <= 0.04 * plain[row].float().norm()
 
 
@@ -148,7 +148,7 @@ def test_a_product_in_8_bits(dtype: torch.dtype) -> None:
     float8_products.store(weight, kept)
     got = float8_products.product((rows.float() / unit).to(float8.KIND), unit, kept, dtype)
     assert got.dtype == dtype
-    near(got, as_eights(rows, unit) @ float8.rounded(weight.float()).t(), 1e-2)
+    near(got, as_float8(rows, unit) @ float8.rounded(weight.float()).t(), 1e-2)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -161,7 +161,7 @@ def test_kernels_for_a_few(dtype: torch.dtype, count: int, width: int, n: int) -
     zeros = torch.zeros(4096, dtype=torch.int32, device=DEVICE)
     stream = small_batch.Stream(x.clone(), x * gain, squares, zeros)
     unit = float8.unit_of_normed(Norm(gain, 1e-6))
-    rows = as_eights((x * gain).float() * torch.rsqrt(squares.sum(1) / width + 1e-6)[:, None], unit)
+    rows = as_float8((x * gain).float() * torch.rsqrt(squares.sum(1) / width + 1e-6)[:, None], unit)
 
     for gated in (False, True):
         weight = made(2 * n if gated else n, width, dtype=dtype, seed=2)
@@ -210,9 +210,9 @@ def test_the_decoder_with_weights_in_8_bits(
         monkeypatch.setattr(float8, "has_products", lambda device: True)
     policy = tiny(tiny_folder(architecture))
     cache = KVCache(policy, 0.01, 16)
-    found = FusedDecoder.of(policy, cache)
+    found = GpuDecoder.of(policy, cache)
     assert found is not None
-    found.keep_eights(policy)
+    found.use_float8(policy)
     tokens, positions = torch.arange(3, 23, device=DEVICE), torch.arange(20, device=DEVICE)
     slots = torch.full_like(positions, cache.pages * cache.page_size)
     with torch.inference_mode():
@@ -223,7 +223,7 @@ def test_the_decoder_with_weights_in_8_bits(
     near(got, rounded, 0.1)
     assert (got - plain).norm() > (got - rounded).norm()
     if architecture != "gemma3":
-        assert found.few_rows == (0 if DEVICE.type == "cpu" and not INTERPRETED else 16)
+        assert found.small_batch_rows == (0 if DEVICE.type == "cpu" and not INTERPRETED else 16)
 
 
 def answers(policy: Policy, tokens: int = 24, count: int = 24, **settings: Any) -> list[Completion]:
@@ -252,7 +252,9 @@ def gap(policy: Policy, done: list[Completion]) -> float:
 
 @on_gpu
 @pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma3"])
-@pytest.mark.parametrize("settings", [{}, {"max_batch": 64, "guesses": 0}, {"max_batch": 4}, {"cache_dtype": "int8"}])
+@pytest.mark.parametrize(
+    "settings", [{}, {"max_batch": 64, "draft_tokens": 0}, {"max_batch": 4}, {"cache_dtype": "int8"}]
+)
 def test_an_engine_samples_near_the_model(architecture: str, settings: dict[str, Any], tiny_folder: TinyFolder) -> None:
     policy = tiny(tiny_folder(architecture), dtype="bfloat16")
     exact, eight = answers(policy, **settings), answers(policy, weights_dtype="float8", **settings)
@@ -290,8 +292,8 @@ def test_new_weights_reach_the_copies(lora: int, tiny_folder: TinyFolder) -> Non
 def test_a_row_does_not_depend_on_its_neighbours(tiny_folder: TinyFolder) -> None:
     """Whoever else has huge numbers: 40 sequences together, and in another company."""
     policy = tiny(tiny_folder("llama"))
-    few = answers(policy, count=40, weights_dtype="float8", guesses=0)
-    many = answers(policy, count=80, weights_dtype="float8", guesses=0)
+    few = answers(policy, count=40, weights_dtype="float8", draft_tokens=0)
+    many = answers(policy, count=80, weights_dtype="float8", draft_tokens=0)
     same = sum(a.tokens == b.tokens for a, b in zip(few, many, strict=False))
     assert same >= 38, same
 
@@ -301,12 +303,12 @@ def test_models_without_kernels_for_8_bits_are_refused(
 ) -> None:
     def refused(architecture: str, **change: Any) -> str:
         policy = tiny(tiny_folder(architecture))
-        found = FusedDecoder.of(policy, KVCache(policy, 0.01, 16))
+        found = GpuDecoder.of(policy, KVCache(policy, 0.01, 16))
         assert found is not None
         found.layers[-1] = replace(found.layers[-1], **change)
         with pytest.raises(EngineError, match=r"engine.weights_dtype = 'float8'") as caught:
-            found.keep_eights(policy)
-        assert not found.eights
+            found.use_float8(policy)
+        assert not found.float8
         return str(caught.value)
 
     monkeypatch.setattr(float8, "has_products", lambda device: True)

@@ -1,4 +1,4 @@
-"""Guesses on the device: all tests of guessing engines there, and kernels of several rows of a sequence."""
+"""Speculative decoding on the device: all tests of it there, and kernels of several rows of a sequence."""
 
 import random
 import sys
@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from kitae.engines.base import SamplingParams
-from kitae.engines.native.ngram_speculation import Repeats
+from kitae.engines.native.ngram_speculation import NgramDrafts
 
 sys.path.append(str(Path(__file__).parents[1] / "unit/engines"))
 from test_fast_engine import mixed_requests
-from test_guesses import *  # noqa: F403
-from test_guesses import Completion, NativeEngine, Request, TinyPolicy, ask, with_engine
 from test_kernels_on_gpu import DTYPES, close, made_pages
 from test_native_engine import pages_gb, prompts
+from test_speculation import *  # noqa: F403
+from test_speculation import Completion, NativeEngine, Request, TinyPolicy, ask, with_engine
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 PAGE = 4
@@ -28,22 +28,22 @@ def test_same_answers_as_without(architecture: str, tiny_policy: TinyPolicy) -> 
     policy = tiny_policy(architecture)
     calm = [r for r in mixed_requests(45, 60) if r.sampling.top_k == 0]
     for requests in (mixed_requests(), calm):
-        plain, steps = ask(policy, requests, guesses=0)
-        guessed, fewer = ask(policy, requests, guesses=5)
-        different = sum(one.tokens != other.tokens for one, other in zip(guessed, plain, strict=True))
+        plain, steps = ask(policy, requests, draft_tokens=0)
+        drafted, fewer = ask(policy, requests, draft_tokens=5)
+        different = sum(one.tokens != other.tokens for one, other in zip(drafted, plain, strict=True))
         assert different <= 1 and fewer <= steps, (different, fewer, steps)
 
 
-@pytest.mark.parametrize("guesses", [1, 3, 15])
-def test_exact_answers_are_the_same_bits(guesses: int, tiny_policy: TinyPolicy) -> None:
+@pytest.mark.parametrize("draft_tokens", [1, 3, 15])
+def test_exact_answers_are_the_same_bits(draft_tokens: int, tiny_policy: TinyPolicy) -> None:
     policy = tiny_policy("llama", exact=True)
     requests = [Request(f"{i}", p, SamplingParams(0.5 * (i % 3), 50), i) for i, p in enumerate(prompts(6))]
-    plain, _ = ask(policy, requests, guesses=0)
-    guessed, _ = ask(policy, requests, guesses=guesses)
-    assert [(c.tokens, c.logprobs) for c in guessed] == [(c.tokens, c.logprobs) for c in plain]
+    plain, _ = ask(policy, requests, draft_tokens=0)
+    drafted, _ = ask(policy, requests, draft_tokens=draft_tokens)
+    assert [(c.tokens, c.logprobs) for c in drafted] == [(c.tokens, c.logprobs) for c in plain]
 
 
-def test_without_room_for_their_kernels_nobody_guesses(
+def test_without_room_for_their_kernels_nothing_is_drafted(
     tiny_policy: TinyPolicy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from triton.runtime.errors import OutOfResources
@@ -55,7 +55,7 @@ def test_without_room_for_their_kernels_nobody_guesses(
 
     policy = tiny_policy("llama")
     requests = [Request(f"{i}", (i + 3, *range(5, 30)), SamplingParams(0.0, 40), i) for i in range(3)]
-    plain, steps = ask(policy, requests, guesses=0)
+    plain, steps = ask(policy, requests, draft_tokens=0)
     monkeypatch.setattr(speculation, "begin", too_large)
     done, as_many = ask(policy, requests)
     assert [c.tokens for c in done] == [c.tokens for c in plain] and as_many >= steps
@@ -65,12 +65,12 @@ def test_texts_are_as_long_as_the_cache_can_hold(tiny_policy: TinyPolicy) -> Non
     """A model of a million positions does not cost 32 texts of that length; an answer that fills the cache is whole."""
     policy = tiny_policy("llama")
     request = Request("r", (5, 6, 7, 8), SamplingParams(0.0, 37), 0)  # 4 + 37 - 1 tokens are all that 10 pages hold
-    plain, _ = ask(policy, [request], guesses=0, page_size=PAGE, memory_gb=pages_gb(policy, 11, PAGE))
+    plain, _ = ask(policy, [request], draft_tokens=0, page_size=PAGE, memory_gb=pages_gb(policy, 11, PAGE))
 
     async def use(engine: NativeEngine) -> tuple[Completion, int]:
         return await engine.generate(request), engine.runner.texts.shape[1]  # type: ignore[attr-defined]
 
-    done, columns = with_engine(policy, use, guesses=15, page_size=PAGE, memory_gb=pages_gb(policy, 11, PAGE))
+    done, columns = with_engine(policy, use, draft_tokens=15, page_size=PAGE, memory_gb=pages_gb(policy, 11, PAGE))
     assert columns == 11 * PAGE + 1 and done.tokens == plain[0].tokens
 
 
@@ -125,7 +125,7 @@ def test_attention_of_several_rows_of_a_sequence(
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_the_device_guesses_and_keeps_what_the_host_would(seed: int) -> None:
+def test_the_device_drafts_and_keeps_what_the_host_would(seed: int) -> None:
     from kitae.kernels.cuda import decoding, speculation
 
     rng, batch, trash = random.Random(seed), 6, 99999
@@ -148,11 +148,11 @@ def test_the_device_guesses_and_keeps_what_the_host_would(seed: int) -> None:
     wrong = torch.tensor([[rng.random() < 0.2 or i == per - 1 for i in range(per)] for _ in range(batch)])
     drawn[wrong] = torch.tensor([rng.randrange(60) for _ in range(int(wrong.sum()))], dtype=torch.int32)
     out = torch.stack((drawn.flatten(), torch.zeros(batch * per, dtype=torch.int32))).cuda()
-    speculation.keep_agreed(on_device[0], on_device[2], made[0], made[3], out)
+    speculation.keep_accepted(on_device[0], on_device[2], made[0], made[3], out)
     state, texts, kept_rows = on_device[0].cpu(), on_device[2].cpu(), out[0].cpu().view(batch, per).tolist()
     for i, text in enumerate(known):
         _, _, count, limit, _, active = before[i, :6].tolist()
-        rows = [text[-1], *Repeats(text).guess(min(per - 1, limit - count - 1))] if active else []
+        rows = [text[-1], *NgramDrafts(text).draft(min(per - 1, limit - count - 1))] if active else []
         assert lengths[i].tolist() == [len(text) + j for j in range(len(rows))] + [0] * (per - len(rows))
         assert tokens[i, : len(rows)].tolist() == rows
         places = [len(text) - 1 + j for j in range(len(rows))]

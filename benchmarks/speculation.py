@@ -1,12 +1,12 @@
-"""What guesses save: the same answers sampled with and without `engine.guesses`, by a real model.
+"""What drafts save: the same answers sampled with and without `engine.speculation`, by a real model.
 
-    python benchmarks/guesses.py [--model smollm2-135m] [--data gsm8k.jsonl] [--sequences 1,2,4] [--tokens 128]
+    python benchmarks/speculation.py [--model smollm2-135m] [--data gsm8k.jsonl] [--sequences 1,2,4] [--tokens 128]
 
 Answers of `--sequences` at a time to questions of the file (`question`, or the messages of `prompt`), each to its end
 or its limit of tokens, temperature 1, log-probs. Both engines share the model and take turns, each after a first round
 that builds kernels and graphs. Prints tokens per second, tokens a sequence gets in a step, and how many answers are the
 same ones: all in float32; in bfloat16 a close call may fall otherwise, because a product of more rows rounds otherwise.
-`--ragged`: all at once, 8 samples a question, as a step of RL: guesses come when few are left.
+`--ragged`: all at once, 8 samples a question, as a step of RL: drafts come when few are left.
 """
 
 import argparse
@@ -50,9 +50,9 @@ def questions(file: Path | None, policy: Policy, count: int) -> list[tuple[int, 
 class Side:
     """An engine, and what it has done."""
 
-    def __init__(self, policy: Policy, guesses: int, args: argparse.Namespace) -> None:
-        config = EngineConfig(guesses=guesses, memory_gb=args.memory_gb, max_batch=512, prefill_tokens=8192)
-        self.engine = NativeEngine(policy, config)
+    def __init__(self, policy: Policy, draft_tokens: int, args: argparse.Namespace) -> None:
+        config = EngineConfig(memory_gb=args.memory_gb, max_batch=512, prefill_tokens=8192)
+        self.engine = NativeEngine(policy, config, draft_tokens=draft_tokens)
         self.sampling = SamplingParams(
             args.temperature,
             args.tokens,
@@ -89,19 +89,19 @@ class Side:
 
 async def compare(policy: Policy, prompts: list[tuple[int, ...]], together: int, args: argparse.Namespace) -> None:
     samples = 8 if args.ragged else 1
-    sides = [Side(policy, guesses, args) for guesses in (0, args.guesses)]
+    sides = [Side(policy, count, args) for count in (0, args.draft_tokens)]
     batches = [prompts[i : i + together] for i in range(0, len(prompts), together)]
     for side in sides:
         await side.ask(batches[0], "first", samples, counts=False)
     for number, batch in enumerate(batches):
         for side in sides:
             await side.ask(batch, f"{number}", samples)
-    plain, guessed = sides
-    same = sum(plain.answers[key] == guessed.answers[key] for key in plain.answers)
+    plain, drafted = sides
+    same = sum(plain.answers[key] == drafted.answers[key] for key in plain.answers)
     before, now = (side.tokens / side.seconds for side in sides)
     print(
         f"{together * samples:9} {plain.tokens:7} {before:8,.0f} {now:9,.0f} {now / before:6.2f} "
-        f"{guessed.tokens / guessed.steps:12.2f} {same:5} of {len(plain.answers)}",
+        f"{drafted.tokens / drafted.steps:12.2f} {same:5} of {len(plain.answers)}",
         flush=True,
     )
     for side in sides:
@@ -115,7 +115,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, help="questions; without it those that come with Kitae")
     parser.add_argument("--sequences", default="1,2,4")
     parser.add_argument("--questions", type=int, default=8, help="asked of each number of sequences at least")
-    parser.add_argument("--guesses", type=int, default=4)
+    parser.add_argument("--draft-tokens", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=128, help="most in an answer")
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--memory-gb", type=float, default=1.0)
@@ -123,7 +123,7 @@ def main() -> None:
     args = parser.parse_args()
     policy = load_policy(ModelConfig(path=args.model, dtype=args.dtype))
     print(f"{args.model}, {str(policy.dtype)[6:]}, {policy.device}; torch {torch.__version__}")
-    print("sequences  tokens    tok/s  guessing  times  tokens/step  the same answers")
+    print("sequences  tokens    tok/s  drafting  times  tokens/step  the same answers")
     for together in map(int, args.sequences.split(",")):
         count = -(-max(args.questions, together) // together) * together
         asyncio.run(compare(policy, questions(args.data, policy, count), together, args))

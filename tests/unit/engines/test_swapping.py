@@ -26,7 +26,7 @@ def again(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     plain = ModelRunner._compute_prompts
 
     def counted(self: ModelRunner, admission: Admission) -> None:
-        found.append(sum(s.stowed is None for s in admission.resumed))
+        found.append(sum(s.swapped is None for s in admission.resumed))
         plain(self, admission)
 
     with monkeypatch.context() as patch:
@@ -123,7 +123,7 @@ def test_a_freed_cache_comes_back(
         running = [asyncio.create_task(engine.generate(r)) for r in requests]
         await until_each_has(engine, requests, 5)
         await engine.pause()
-        assert all(s.stowed is not None for s in engine.in_flight())
+        assert all(s.swapped is not None for s in engine.in_flight())
         if moved:
             await engine.update_weights(WeightUpdate(1, recompute=recompute))
         assert engine.stats().waiting == len(requests)

@@ -1,4 +1,4 @@
-"""Guesses change nothing but time: all tests of the engine again, each sequence guessing, and what is special to it."""
+"""Speculative decoding changes nothing but time: all tests of the engine again with drafts, and what is its own."""
 
 import asyncio
 import random
@@ -11,7 +11,7 @@ import torch
 
 from kitae.engines.base import Completion
 from kitae.engines.native import engine
-from kitae.engines.native.ngram_speculation import LONGEST, Repeats
+from kitae.engines.native.ngram_speculation import LONGEST_MATCH, NgramDrafts
 from kitae.engines.native.runner import Result
 from kitae.engines.native.sequence import Decoding
 
@@ -19,36 +19,37 @@ sys.path.append(str(Path(__file__).parent))
 import test_native_engine
 from test_late_results import LateRunner
 from test_native_engine import *  # noqa: F403
-from test_native_engine import EngineConfig, NativeEngine, Policy, Request, SamplingParams, TinyPolicy, with_engine
+from test_native_engine import NativeEngine, Policy, Request, SamplingParams, TinyPolicy, with_engine
 
 
 @pytest.fixture(autouse=True)
-def guessing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Engines guess unless they are told not to, also where so many sequences would not pay."""
-    monkeypatch.setattr(test_native_engine, "EngineConfig", lambda **given: EngineConfig(**{"guesses": 3, **given}))
-    monkeypatch.setattr(engine.ModelRunner, "guessed_rows", 64)
-    monkeypatch.setattr(engine.ModelRunner, "reread", 1e9)
+def speculating(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines draft tokens unless they are told not to, also where so many sequences would not pay."""
+    made = test_native_engine.make_engine
+    monkeypatch.setattr(test_native_engine, "make_engine", lambda *a, **given: made(*a, **{"draft_tokens": 3, **given}))
+    monkeypatch.setattr(engine.ModelRunner, "speculative_rows", 64)
+    monkeypatch.setattr(engine.ModelRunner, "reread_share", 1e9)
 
 
-def test_what_followed_the_longest_run_is_guessed() -> None:
-    assert Repeats([]).guess(3) == []
-    assert Repeats([1, 2, 3]).guess(3) == [], "3 is new"
-    assert Repeats([7, 1, 2, 9, 1, 2]).guess(3) == [9, 1, 2]
-    assert Repeats([5, 1, 8, 6, 1, 9, 5, 1]).guess(1) == [8], "5 1 is longer than 1, which was followed by 9 later"
-    assert Repeats([4, 4]).guess(3) == [4, 4, 4], "what is too short is repeated"
-    assert Repeats([1, 2, 1, 2, 1]).guess(4) == [2, 1, 2, 1]
+def test_what_followed_the_longest_run_is_drafted() -> None:
+    assert NgramDrafts([]).draft(3) == []
+    assert NgramDrafts([1, 2, 3]).draft(3) == [], "3 is new"
+    assert NgramDrafts([7, 1, 2, 9, 1, 2]).draft(3) == [9, 1, 2]
+    assert NgramDrafts([5, 1, 8, 6, 1, 9, 5, 1]).draft(1) == [8], "5 1 is longer than 1, which was followed by 9 later"
+    assert NgramDrafts([4, 4]).draft(3) == [4, 4, 4], "what is too short is repeated"
+    assert NgramDrafts([1, 2, 1, 2, 1]).draft(4) == [2, 1, 2, 1]
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_a_guess_is_the_latest_of_the_longest_matches(seed: int) -> None:
+def test_a_draft_is_the_latest_of_the_longest_matches(seed: int) -> None:
     rng = random.Random(seed)
     text = [rng.randrange(4) for _ in range(60)]
-    repeats = Repeats(text[:20])
-    repeats.extend(text[20:])
-    ends = {n: [p for p in range(n, len(text)) if text[p - n : p] == text[-n:]] for n in range(1, LONGEST + 1)}
-    latest = next(ends[n][-1] for n in range(LONGEST, 0, -1) if ends[n])
+    drafts = NgramDrafts(text[:20])
+    drafts.extend(text[20:])
+    ends = {n: [p for p in range(n, len(text)) if text[p - n : p] == text[-n:]] for n in range(1, LONGEST_MATCH + 1)}
+    latest = next(ends[n][-1] for n in range(LONGEST_MATCH, 0, -1) if ends[n])
     period = len(text) - latest
-    assert repeats.guess(5) == [text[latest + i % period] for i in range(5)]
+    assert drafts.draft(5) == [text[latest + i % period] for i in range(5)]
 
 
 def ask(policy: Policy, requests: list[Request], **settings: Any) -> tuple[list[Completion], int]:
@@ -69,9 +70,9 @@ def ask(policy: Policy, requests: list[Request], **settings: Any) -> tuple[list[
 
 
 @pytest.mark.thorough(keep=2)
-@pytest.mark.parametrize("fast", [True, False])
+@pytest.mark.parametrize("plain", [False, True])
 @pytest.mark.parametrize("architecture", ["llama", "gemma3", "mistral"])
-def test_answers_are_the_same_in_fewer_steps(architecture: str, fast: bool, tiny_policy: TinyPolicy) -> None:
+def test_answers_are_the_same_in_fewer_steps(architecture: str, plain: bool, tiny_policy: TinyPolicy) -> None:
     policy = tiny_policy(architecture)
     # Greedy answers of a random model soon go in circles; those that are sampled have limits, stops and filters.
     greedy = [Request(f"g{i}", (i + 3, *range(5, 30)), SamplingParams(0.0, 120), i) for i in range(3)]
@@ -80,34 +81,34 @@ def test_answers_are_the_same_in_fewer_steps(architecture: str, fast: bool, tiny
         Request(f"s{i}", tuple(range(9)), SamplingParams(0.4, 40 + i, **ways[i % 4]), i, share="s") for i in range(8)
     ]
     for requests in (greedy, sampled):
-        plain, steps = ask(policy, requests, guesses=0, fast=fast)
-        guessed, fewer = ask(policy, requests, fast=fast)
-        for one, other in zip(guessed, plain, strict=True):
+        expected, steps = ask(policy, requests, draft_tokens=0, plain=plain)
+        drafted, fewer = ask(policy, requests, plain=plain)
+        for one, other in zip(drafted, expected, strict=True):
             assert (one.tokens, one.finish, one.versions) == (other.tokens, other.finish, other.versions)
             torch.testing.assert_close(torch.tensor(one.logprobs), torch.tensor(other.logprobs), atol=1e-4, rtol=0)
         assert fewer < 0.7 * steps if requests is greedy else fewer <= steps, (fewer, steps)
 
 
-def test_a_step_that_guesses_knows_what_late_results_say(
+def test_a_step_with_drafts_knows_what_late_results_say(
     tiny_policy: TinyPolicy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Many sequences do not guess, few do: between them all tokens must be known. Late as on a GPU."""
+    """Many sequences have no drafts, few have: between them all tokens must be known. Late as on a GPU."""
     policy = tiny_policy("llama")
     requests = [Request(f"{i}", (i + 3, *range(5, 30)), SamplingParams(0.0, 20 + 9 * i), i) for i in range(10)]
-    plain, steps = ask(policy, requests, guesses=0)
-    monkeypatch.setattr(engine, "make_runner", lambda *made: LateRunner(*made[:2], made[2].fast, made[2].guesses))
-    monkeypatch.setattr(LateRunner, "guessed_rows", 12)
-    guessed, fewer = ask(policy, requests)
-    assert [c.tokens for c in guessed] == [c.tokens for c in plain] and fewer < 0.9 * steps, (fewer, steps)
+    plain, steps = ask(policy, requests, draft_tokens=0)
+    monkeypatch.setattr(engine, "make_runner", lambda *made, **own: LateRunner(*made[:2], **own))
+    monkeypatch.setattr(LateRunner, "speculative_rows", 12)
+    drafted, fewer = ask(policy, requests)
+    assert [c.tokens for c in drafted] == [c.tokens for c in plain] and fewer < 0.9 * steps, (fewer, steps)
 
 
-def test_long_contexts_guess_less(tiny_policy: TinyPolicy, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_contexts_draft_less(tiny_policy: TinyPolicy, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU rows of a sequence read its keys each for itself: at most half as much as the weights, more."""
     policy = tiny_policy("llama")
     if policy.device.type != "cpu":
         pytest.skip("rows share their reads there")
-    monkeypatch.setattr(engine.ModelRunner, "reread", 0.5)
-    runner = engine.ModelRunner(policy, engine.KVCache(policy, 0.01, 16), fast=True, guesses=3)
+    monkeypatch.setattr(engine.ModelRunner, "reread_share", 0.5)
+    runner = engine.ModelRunner(policy, engine.KVCache(policy, 0.01, 16), draft_tokens=3)
     weights = sum(p.numel() * p.element_size() for p in policy.model.parameters())
     of_token = 2 * policy.layers * policy.kv_heads * policy.head_dim * 4
 
@@ -121,10 +122,10 @@ def test_long_contexts_guess_less(tiny_policy: TinyPolicy, monkeypatch: pytest.M
     assert width(0.1, kernels=False) == 1, "without kernels they copy it"
 
 
-def test_a_mixture_does_not_guess(tiny_policy: TinyPolicy) -> None:
+def test_a_mixture_has_no_drafts(tiny_policy: TinyPolicy) -> None:
     policy = tiny_policy("qwen3_moe")
     requests = [Request("r", (5, 6) * 10, SamplingParams(0.0, 40), 0)]
-    assert ask(policy, requests)[1] == ask(policy, requests, guesses=0)[1]
+    assert ask(policy, requests)[1] == ask(policy, requests, draft_tokens=0)[1]
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 3, 5])
@@ -137,7 +138,7 @@ def test_an_answer_ends_at_its_limit(tokens: int, tiny_policy: TinyPolicy) -> No
 def test_nothing_comes_after_a_stop_token(tiny_policy: TinyPolicy) -> None:
     policy = tiny_policy("llama")
     prompt = (5, 6) * 10
-    ((whole,), _) = ask(policy, [Request("r", prompt, SamplingParams(0.0, 60), 0)], guesses=0)
+    ((whole,), _) = ask(policy, [Request("r", prompt, SamplingParams(0.0, 60), 0)], draft_tokens=0)
     for stop in set(whole.tokens):
         ((done,), _) = ask(policy, [Request("r", prompt, SamplingParams(0.0, 60, stop_tokens=(stop,)), 0)])
         assert done.tokens == whole.tokens[: whole.tokens.index(stop) + 1] and done.finish == "stop"
