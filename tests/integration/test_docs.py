@@ -65,7 +65,6 @@ def test_its_verifier_gives_partial_credit(folder: Path) -> None:
     assert subprocess.check_output([sys.executable, "-c", code], text=True, cwd=folder).strip() == "[1, 0.5, 0, 0.0]"
 
 
-@pytest.mark.sentinel
 def test_the_tutorial(folder: Path, kitae: Kitae) -> None:
     """All pages one after the other, in one folder: later ones use the files of earlier ones."""
     assert [book.follow(page, folder, kitae, slow=False) > 0 for page in TUTORIAL] == [True] * len(TUTORIAL)

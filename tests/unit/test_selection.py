@@ -42,6 +42,7 @@ def test_so_many_stay_and_always_the_same(keep: int) -> None:
     assert len(_some(many, keep)) == min(keep, 7) and _some(many, keep) == _some(many, keep)
 
 
+@pytest.mark.thorough
 def test_changed_rooms_and_their_importers() -> None:
     found = {str(path) for path in chosen_for([Path("kitae/store/journal.py"), Path("tests/unit/data/test_tasks.py")])}
     assert {"tests/unit/store", "tests/unit/rl", "tests/unit/data/test_tasks.py"} <= found

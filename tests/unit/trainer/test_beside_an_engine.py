@@ -83,6 +83,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.parametrize(
     ("architecture", "settings"),
     [pytest.param(*case, marks=pytest.mark.slow) if case == ("qwen3", {}) else case for case in CASES],
@@ -96,6 +97,7 @@ def test_an_engine_changes_no_bit(
     assert numbers(loaded(architecture, **settings), WHEN[2]) == expected
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("when", WHEN[:2])
 @pytest.mark.parametrize(
     ("architecture", "settings"),

@@ -143,6 +143,7 @@ def test_ranks_are_one_process(found: Found) -> None:
             np.testing.assert_allclose(mine, expected, rtol=1e-4)
 
 
+@pytest.mark.thorough
 def test_ranks_say_of_single_tokens_what_one_process_says(found: Found) -> None:
     for case, result in found.results:
         alone = train(found.folder, replace(case.alone, updates=1))

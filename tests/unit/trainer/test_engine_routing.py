@@ -105,6 +105,7 @@ def gap(samples: Sequence[Sample]) -> float:
     return max(float(np.abs(s.loss("logp_old") - s.loss("logp_mu")).max()) for s in samples)
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.parametrize("turns", [1, TURNS])
 @pytest.mark.parametrize("architecture", MIXTURES)
 def test_log_probs_are_those_of_the_engine(architecture: str, turns: int, tiny_policy: TinyPolicy) -> None:
@@ -118,6 +119,7 @@ def test_log_probs_are_those_of_the_engine(architecture: str, turns: int, tiny_p
     assert gap(old(trained, samples_of(groups, AlgorithmConfig()))) > 0.1, "it makes a difference"
 
 
+@pytest.mark.thorough
 def test_an_engine_in_half_precision(tiny_policy: TinyPolicy) -> None:
     """It rounds, so that some choices are others; the trainer repeats them, and comes closer to its log-probs."""
     served = tiny_policy("qwen3_moe", dtype="bfloat16")

@@ -201,6 +201,7 @@ LEFT = [
 ]
 
 
+@pytest.mark.thorough(keep=6)
 @pytest.mark.parametrize(
     ("name", "architecture"),
     [
