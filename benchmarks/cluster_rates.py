@@ -41,7 +41,7 @@ from kitae.config.recipe import parse_config
 from kitae.data.packing import pack
 from kitae.engines.base import Request, Sampled, SamplingParams
 from kitae.engines.process.engine_frames import kept, pack_request, pack_sampled, sampled_of
-from kitae.store.columns import ColumnWriter, Filed, Kept, KeptText
+from kitae.store.columns import ColumnWriter, Filed, LazyColumn, StoredText
 from kitae.store.journal import Journal
 from kitae.study.simulate import Hardware, LogNormal, Schedule, Times, Work, simulate
 from kitae.trainer.sample_wire import samples_to_wire
@@ -133,8 +133,8 @@ def requests(load: Load) -> Found:
     return Found("requests", size, load.tokens, load.answers, seconds)
 
 
-def said(load: Load, one: Sampled) -> str | KeptText:
-    if load.folder is None or not isinstance(one.tokens, Kept) or one.tokens.text is None:
+def said(load: Load, one: Sampled) -> str | StoredText:
+    if load.folder is None or not isinstance(one.tokens, LazyColumn) or one.tokens.text is None:
         return text_of(load.length)
     return one.tokens.text
 

@@ -3,13 +3,12 @@
     Prompt ─► Segment ─► Chain ─► Rollout ─► Group ─► Sample ─► Batch ─► Row ─► MicroBatch
               (engine)   (environment)   (verifier)  (advantages)      (packing)  (trainer)
 
-All of them are frozen. Tokens, their log-probs and the policy version that sampled each of them are written once, by
-the engine, and never derived again from text. Shape legend for array names: T tokens of one sequence, G samples of
-one group. `Batch` and `MicroBatch`, the only record that holds tensors, live in `kitae.trainer`, `Row` in
-`kitae.data.packing`.
+All of them are frozen. The engine writes tokens, their log-probs and the policy version that sampled each token once;
+nothing derives them again from text. Shape legend for array names: T tokens of one sequence, G samples of one group.
+`Batch` and `MicroBatch`, the only record that holds tensors, are in `kitae.trainer`, `Row` in `kitae.data.packing`.
 
-Columns of a segment are in memory, as tuples, or lie in files of the run (`kitae.store.columns`): the same sequences,
-whose length is known before anything is read. Who handles ids, lengths and scores alone reads nothing.
+The columns of a segment are tuples in memory, or lazy columns that lie in files of the run (`kitae.store.columns`).
+Both are sequences with a known length. Code that handles only ids, lengths and scores reads no file.
 """
 
 from abc import ABC, abstractmethod
@@ -25,28 +24,28 @@ IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float32]
 BoolArray = npt.NDArray[np.bool_]
 ExpertArray = npt.NDArray[np.uint8] | npt.NDArray[np.int16]
-"""Of consecutive positions, the experts that a pass chose in each layer that mixes them: `[positions, L, K]`."""
+"""The experts that a forward pass chose: `[positions, L, K]` for consecutive positions, L layers and K experts each."""
 
 FinishReason = Literal["stop", "length", "abort", "suspended"]
-"""stop: a stop token or stop string; length: max_tokens, the context or the turns are used up; abort: cancelled by the
-caller; suspended: interrupted, to be continued later."""
+"""stop: a stop token or stop string was sampled; length: max_tokens, the context or the turns are used up; abort: the
+caller cancelled the request; suspended: the answer was interrupted and will be continued later."""
 
 Status = Literal["complete", "suspended", "failed"]
 
 
 SampleKey = tuple[int, int, int]
-"""Group, index of the sample, chain."""
+"""The group, the index of the sample in it, and the chain of the sample."""
 
 Tool = Mapping[str, Any]
-"""A function as JSON schema, as chat templates take it: `{"type": "function", "function": {"name": "add", …}}`."""
+"""A tool as chat templates take it, with its JSON schema: `{"type": "function", "function": {"name": "add", …}}`."""
 
 GREEDY = -1
-"""The index of the greedy response to a prompt, beside its samples 0, 1, 2, …"""
+"""The index of the greedy response to a prompt; its samples have the indices 0, 1, 2, …"""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """What a model asked a tool to do: `ToolCall("python", {"code": "6 * 7"}, id="call_0")`."""
+    """A call of a tool by a model: `ToolCall("python", {"code": "6 * 7"}, id="call_0")`."""
 
     name: str
     arguments: Mapping[str, Any]
@@ -57,9 +56,9 @@ class ToolCall:
 class Message:
     """One chat turn: `Message("user", "Reverse 12, 34, 56")`, `Message("tool", "42", call_id="call_0")`.
 
-    calls: what an assistant asked tools to do; call_id: which call a tool answers, and name: which tool. parts: where
-    the content is not one text, its parts as chat templates take them: `({"type": "text", "text": "Look:"}, …)`.
-    problem: why a call in it cannot be read; no template shows that.
+    calls: the tool calls of an assistant. call_id, name: the call that a tool answers, and the name of the tool. parts:
+    the parts of a content that is not one text, as chat templates take them: `({"type": "text", "text": "Look:"}, …)`.
+    problem: the reason why a call in the message cannot be read; chat templates do not show it.
     """
 
     role: str
@@ -73,11 +72,11 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What the model said in one turn, as others read it: `Turn("…", "Well …", calls=(ToolCall("add", {"a": 1}),))`.
+    """One turn of the model, parsed: `Turn("…", "Well …", calls=(ToolCall("add", {"a": 1}),))`.
 
-    text: all of it, without special tokens, cut before a stop string. content: what is left of it without reasoning and
-    calls. reasoning: its thinking, where the model's format marks it. calls: of tools. problem: why something that
-    looks like a call cannot be read; there are no calls then.
+    text: the whole text, without special tokens and cut before a stop string. content: the text without reasoning and
+    calls. reasoning: the thinking of the model, where its format marks it. problem: the reason why something that looks
+    like a tool call cannot be read; `calls` is empty then.
     """
 
     text: str
@@ -88,17 +87,17 @@ class Turn:
 
     @property
     def told(self) -> str:
-        """The content that a client is told: a call that cannot be read is a part of it."""
+        """The content that a client gets: it includes a call that cannot be read."""
         return self.text if self.problem else self.content
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One problem: what the model reads, and what the verifier needs to judge the answer.
+    """One problem: the messages that the model reads, and what the verifier needs to judge the answer.
 
     `Prompt("reverse/train/17", (Message("user", "Reverse 12, 34, 56"),), reference="56, 34, 12")`
-    The context holds the question as text, and what else the data says. `gold` is a response that must score 1, where
-    the data has one beside the reference (a solution beside test cases, say).
+    The context holds the question as text and the other fields of the data. `gold` is a response that must score 1,
+    where the data has one beside the reference, such as a solution beside test cases.
     """
 
     id: str
@@ -108,8 +107,8 @@ class Prompt:
     gold: str | None = None
 
 
-class Unread(ABC):
-    """A text that lies somewhere, and is read when somebody wants it: `str(text)`."""
+class LazyText(ABC):
+    """A text that is read from a file when it is needed, by `str(text)`."""
 
     __slots__ = ()
 
@@ -118,7 +117,10 @@ class Unread(ABC):
 
 
 class Runs(Sequence[int]):
-    """Numbers that seldom change, as versions do from token to token: `Runs(((3, 510), (4, 2)))` are 512 of them."""
+    """A run-length encoded sequence, for numbers that seldom change, such as versions of tokens.
+
+    `Runs(((3, 510), (4, 2)))` is a sequence of 510 threes and 2 fours.
+    """
 
     __slots__ = ("_length", "runs")
 
@@ -167,8 +169,8 @@ class Runs(Sequence[int]):
         return hash(tuple(self))
 
 
-class Late:
-    """An array in parts, some of them unread: its length is known, its numbers are read when somebody looks at them."""
+class LazyArray:
+    """An array in parts, some of which are lazy columns. Its length is known; using its numbers reads the files."""
 
     __slots__ = ("_length", "dtype", "parts")
 
@@ -188,11 +190,11 @@ class Late:
         return found
 
 
-def spliced(parts: Sequence[Any], dtype: npt.DTypeLike) -> "npt.NDArray[Any] | Late":
-    """One array of the parts; it is made later where some of them are unread."""
+def spliced(parts: Sequence[Any], dtype: npt.DTypeLike) -> "npt.NDArray[Any] | LazyArray":
+    """The parts one after the other: an array, or a `LazyArray` where one of the parts is a lazy column."""
     if all(isinstance(part, tuple | np.ndarray | Runs) for part in parts):
         return _whole(parts, dtype)
-    return Late(parts, dtype)
+    return LazyArray(parts, dtype)
 
 
 def _whole(parts: Sequence[Any], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
@@ -201,14 +203,15 @@ def _whole(parts: Sequence[Any], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A run of tokens from one source.
+    """Consecutive tokens from one source.
 
     `Segment("model", tokens=(42, 7, 2), logprobs=(-0.1, -0.7, -0.01), versions=(3, 3, 3))`
     Tokens of an environment (tool output, observations) have log-prob 0 and version -1 and are never trained on.
-    reward: what the environment gave for this turn of the model; None: it did not say.
-    experts: of a turn of the model, those that the engine chose for it, where somebody wants to know them. The last are
-    of the last token but one: a turn of 3 tokens after a prompt of 4 has those of positions 0 to 5, and one of 2 tokens
-    after an answer of 5 to it, those of positions 6 to 12.
+    reward: the reward that the environment gave for this turn of the model; None: it gave none.
+    experts: the experts that the engine chose in this turn of the model, where they are recorded. They are those of the
+    positions that the engine computed in this turn, and it does not compute the position of the last token. A turn of
+    3 tokens after a prompt of 4 tokens has the experts of positions 0 to 5; after 5 tokens of the environment, a second
+    turn of 2 tokens has those of positions 6 to 12.
     """
 
     source: Literal["model", "environment"]
@@ -225,9 +228,9 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """What a verifier said of one response: `Score(1.0)`, or `Score.error("worker died")`.
+    """The verdict of a verifier on one response: `Score(1.0)`, or `Score.error("worker died")`.
 
-    An error is never a 0: the sample leaves its group and is counted.
+    An error is never a 0: the sample is left out of its group and counted as an error.
     """
 
     value: float
@@ -246,7 +249,7 @@ class Score:
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """One context as it grew: what the model read first, and what came after it, its own tokens and others.
+    """One context as it grew: the prompt, then segments of the model and of the environment.
 
     `Chain(prompt_tokens=(1, 5, 9), segments=(Segment("model", …),))`
     """
@@ -264,7 +267,7 @@ class Chain:
 
     @property
     def routed(self) -> Iterator[tuple[int, ExpertArray]]:
-        """The experts that are known, each with the position that the first of them are of."""
+        """The recorded experts of each segment that has them, with the position of the first."""
         end = len(self.prompt_tokens)
         for s in self.segments:
             end += len(s.tokens)
@@ -273,7 +276,7 @@ class Chain:
 
     @property
     def unrouted(self) -> int:
-        """The first position whose experts are not known."""
+        """The first position whose experts are not recorded."""
         known = 0
         for start, experts in self.routed:
             known = max(known, start + len(experts)) if start <= known else known
@@ -285,19 +288,19 @@ class Rollout:
     """One episode of one prompt.
 
     `Rollout(17, 3, (Chain((1, 5, 9), (Segment("model", …),)),), finish="stop", text="56, 34, 12", score=Score(1.0))`
-    Most episodes have one chain; one whose context was rewritten on the way has several, and counts once all the same.
-    finish: how the last turn of the model ended. text: what the model said, its turns with an empty line between them.
-    status: complete; suspended, to be continued (where the last turn has ended, with the environment's answer); or
-    failed, because its environment did, which its score then says.
-    transcript: who said what, prompt included; empty where there is nothing beyond the messages of the prompt and one
-    answer.
+    Most episodes have one chain. An episode whose context was rewritten has several, and still counts as one rollout.
+    finish: how the last turn of the model ended. text: the turns of the model, with an empty line between them.
+    status: complete; suspended, which means that it will be continued, with the answer of the environment where the
+    last turn has ended; or failed, because the environment failed, and then the score says why.
+    transcript: the messages of the conversation, including the prompt; empty where the conversation is the prompt and
+    one answer.
     """
 
     group: int
     index: int
     chains: tuple[Chain, ...]
     finish: FinishReason
-    text: str | Unread
+    text: str | LazyText
     score: Score | None = None
     status: Status = "complete"
     transcript: tuple[Message, ...] = ()
@@ -309,11 +312,11 @@ class Rollout:
         prompt_tokens: tuple[int, ...],
         segments: tuple[Segment, ...],
         finish: FinishReason,
-        text: str | Unread,
+        text: str | LazyText,
         score: Score | None = None,
         status: Status = "complete",
     ) -> "Rollout":
-        """With one chain."""
+        """A rollout with one chain."""
         return Rollout(group, index, (Chain(prompt_tokens, segments),), finish, text, score, status)
 
     @property
@@ -322,12 +325,12 @@ class Rollout:
 
     @property
     def segments(self) -> tuple[Segment, ...]:
-        """Those of all chains."""
+        """The segments of all chains."""
         return tuple(s for chain in self.chains for s in chain.segments)
 
     @property
     def response_length(self) -> int:
-        """Tokens of the model; what an environment said does not count."""
+        """The number of tokens of the model, without those of an environment."""
         return sum(len(s.tokens) for s in self.segments if s.source == "model")
 
 
@@ -345,7 +348,7 @@ class Group:
 
     @property
     def valid(self) -> tuple[Rollout, ...]:
-        """The rollouts whose verifier worked; the others are counted, not trained on."""
+        """The rollouts that were scored without an error. The others are counted and not trained on."""
         return tuple(r for r in self.rollouts if r.score is not None and r.score.valid)
 
     @property
@@ -355,25 +358,25 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One sequence as a trainer sees it: tokens, which of them are trained on, with what weight, and named columns.
+    """One sequence for the trainer: tokens, a mask and a weight for the loss, and named columns.
 
     A prompt of 3 and a response of 2 tokens: `Sample(17, 3, tokens_T=[1, 5, 9, 42, 2], prompt_length=3,
     mask_T=[0, 0, 0, 1, 1], weight_T=[0, 0, 0, .5, .5], columns={"advantage": [0, 0, 0, 1, 1]})`
-    Position t of the arrays describes token t; weights and columns are 0 where the mask is. Which columns there are is
-    between whoever makes samples and the loss that reads them: likelihood needs none. `chain` counts the chains of one
-    rollout. Samples of a `unit`, such as a pair that is compared, are never cut into different micro-batches. Where an
-    answer is unread, so are its tokens and log-probs; the parts are then the prompt, and segment after segment.
-    experts: of each position but the last, and each of its layers that mixes experts, those that were chosen: where a
-    pass is to choose the same again.
+    Position t of the arrays describes token t; weights and columns are 0 where the mask is 0. The code that makes
+    samples and the loss that reads them agree on the names of columns: likelihood needs none. `chain` is the number of
+    the chain in its rollout. Samples with the same `unit`, such as a pair that is compared, are never cut into
+    different micro-batches. Where the answer lies in files, tokens and log-probs are lazy arrays, whose parts are the
+    prompt and the segments in order. experts: the experts of each position but the last, for a forward pass that must
+    choose the same experts again.
     """
 
     group: int
     index: int
-    tokens_T: IntArray | Late
+    tokens_T: IntArray | LazyArray
     prompt_length: int
     mask_T: BoolArray
     weight_T: FloatArray
-    columns: Mapping[str, FloatArray | Late] = field(default_factory=dict)
+    columns: Mapping[str, FloatArray | LazyArray] = field(default_factory=dict)
     chain: int = 0
     unit: int | None = None
     experts: ExpertArray | None = None
@@ -388,8 +391,8 @@ class Sample:
 
     @property
     def prompt_T(self) -> IntArray:
-        """The tokens of the prompt, which are never unread."""
-        found = self.tokens_T.parts[0] if isinstance(self.tokens_T, Late) else self.tokens_T
+        """The tokens of the prompt, which are always in memory."""
+        found = self.tokens_T.parts[0] if isinstance(self.tokens_T, LazyArray) else self.tokens_T
         return np.asarray(found[: self.prompt_length])
 
     @property
@@ -397,11 +400,11 @@ class Sample:
         return int(self.mask_T.sum())
 
     def loss(self, column: str) -> FloatArray:
-        """The values of a column at the loss tokens."""
+        """The values of a column at the tokens that are trained on."""
         return self.columns[column][self.mask_T]
 
     def spread(self, values: FloatArray | np.float32) -> FloatArray:
-        """Values of the loss tokens, laid out over all tokens; 0 elsewhere."""
+        """The inverse of `loss`: an array over all tokens, with 0 at tokens that are not trained on."""
         laid_out = np.zeros(self.length, dtype=np.float32)
         laid_out[self.mask_T] = values
         return laid_out

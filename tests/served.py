@@ -16,16 +16,16 @@ from kitae.engines.base import Sampled
 from kitae.engines.config import EngineConfig
 from kitae.engines.native.engine import NativeEngine
 from kitae.models.policy import Policy
-from kitae.serving.admission import Places
+from kitae.serving.admission import AdmissionControl
 from kitae.serving.app import make_app, model_routes
-from kitae.serving.base import Answer, Ask, Heard, with_ids
-from kitae.serving.handlers import Desk, Manners
-from kitae.serving.responses import Voice
+from kitae.serving.base import Answer, Ask, OnTokens, with_ids
+from kitae.serving.handlers import AnswerPolicy, ChatHandlers
+from kitae.serving.responses import AnswerRenderer
 from kitae.serving.server_metrics import Counters
 from kitae.serving.start_server import ServerSettings, app_of
 from kitae.serving.streamed_text import tells_early
 from kitae.serving.text_scoring import TextScorer
-from kitae.serving.token_text import Spelling
+from kitae.serving.token_text import TokenText
 
 ADD = {
     "type": "function",
@@ -69,14 +69,14 @@ class Scripted:
     asked: list[Ask] = field(default_factory=list)
     seed: int = 0
 
-    async def ask(self, ask: Ask, heard: Heard | None = None) -> Answer:
+    async def ask(self, ask: Ask, on_tokens: OnTokens | None = None) -> Answer:
         self.asked.append(ask)
         text = self.texts[min(len(self.asked), len(self.texts)) - 1]
         tokens = stopped(self.chat, self.chat.encode(text), ask)
         sampled = Sampled(tokens, tuple(-0.5 - 0.001 * i for i in range(len(tokens))), (7,) * len(tokens))
-        if heard:
+        if on_tokens:
             for piece in pieces(sampled, random.Random(self.seed)):
-                heard(piece)
+                on_tokens(piece)
                 await asyncio.sleep(0)
         prompt = ask.prompt_tokens or self.chat.encode_prompt(ask.messages, ask.tools)
         turn = self.chat.read(tokens, ask.sampling.stop_strings, ask.tools)
@@ -102,15 +102,15 @@ def pieces(sampled: Sampled, random: random.Random) -> list[Sampled]:
     return found
 
 
-def voice_of(tokenizer: Any, chat: Chat) -> Voice:
-    return Voice("tiny", chat, Spelling(tokenizer), tells_early(tokenizer))
+def renderer_of(tokenizer: Any, chat: Chat) -> AnswerRenderer:
+    return AnswerRenderer("tiny", chat, TokenText(tokenizer), tells_early(tokenizer))
 
 
-def scripted_client(tokenizer: Any, model: Scripted, manners: Manners | None = None) -> httpx.AsyncClient:
-    places = Places(64)
-    counters = Counters(places)
-    desk = Desk(lambda request: model, voice_of(tokenizer, model.chat), places, None, manners)
-    return client_of(make_app(model_routes(desk, counters), counters, name="tiny", context=512, host="127.0.0.1"))
+def scripted_client(tokenizer: Any, model: Scripted, answer_policy: AnswerPolicy | None = None) -> httpx.AsyncClient:
+    admission = AdmissionControl(64)
+    counters = Counters(admission)
+    handlers = ChatHandlers(lambda request: model, renderer_of(tokenizer, model.chat), admission, None, answer_policy)
+    return client_of(make_app(model_routes(handlers, counters), counters, name="tiny", context=512, host="127.0.0.1"))
 
 
 async def post(client: httpx.AsyncClient, path: str, **body: Any) -> Any:

@@ -20,9 +20,9 @@ from kitae.weights.downloads import Haste
 from kitae.weights.file_transport import FilePublisher
 from kitae.weights.http_transport import HttpPublisher
 from kitae.weights.ipc import IpcPublisher, IpcReceiver
-from kitae.weights.publisher import ShelfPublisher
+from kitae.weights.publisher import BucketPublisher
 from kitae.weights.shared_memory import MemoryPublisher
-from kitae.weights.stores import FolderStore, HeapStore, NamedShelf
+from kitae.weights.stores import FolderStore, HeapStore, NamedBuckets
 from kitae.weights.transports import make_receiver
 
 KINDS = ("memory", "file", "http", "broadcast", "ipc")
@@ -82,7 +82,7 @@ class Rig:
         self.mode: Mode = "full" if kind == "ipc" else mode
         self.loaded: list[dict[str, Tensor]] = []
         self.receivers: list[Any] = []
-        make: dict[str, Callable[[], ShelfPublisher]] = {
+        make: dict[str, Callable[[], BucketPublisher]] = {
             "memory": lambda: MemoryPublisher(self.mode, limit=limit),
             "ipc": lambda: IpcPublisher(self.mode, memory=HostMemory(), limit=limit),
             "file": lambda: FilePublisher(self.mode, folder=folder / "shared", limit=limit, patience=0.2),
@@ -147,15 +147,15 @@ class Rig:
     def cut(self, manifest: Manifest, number: int, *, delta: bool = False) -> None:
         """Without its end; memory cannot lose that, and has zeros there."""
         data = self._bytes(manifest, number, delta)
-        if isinstance(self.publisher.shelf, NamedShelf):
+        if isinstance(self.publisher.bucket_store, NamedBuckets):
             self._replace(manifest, number, delta, data[: len(data) // 2])
         else:
             data[len(data) // 2 :] = 0
             self._replace(manifest, number, delta, data)
 
     def lose(self, manifest: Manifest, number: int, *, delta: bool = False) -> None:
-        if isinstance(self.publisher.shelf, NamedShelf):
-            lose(self.publisher.shelf.store, self._name(manifest, number, delta))
+        if isinstance(self.publisher.bucket_store, NamedBuckets):
+            lose(self.publisher.bucket_store.store, self._name(manifest, number, delta))
         else:
             self._replace(manifest, number, delta, torch.zeros_like(self._bytes(manifest, number, delta)))
 
@@ -169,25 +169,25 @@ class Rig:
         return (delta_chunks(manifest) if delta else image_chunks(manifest))[number].name
 
     def _bytes(self, manifest: Manifest, number: int, delta: bool) -> Tensor:
-        shelf = self.publisher.shelf
-        if isinstance(shelf, NamedShelf):
-            found = shelf.store.get(self._name(manifest, number, delta))
+        bucket_store = self.publisher.bucket_store
+        if isinstance(bucket_store, NamedBuckets):
+            found = bucket_store.store.get(self._name(manifest, number, delta))
             assert found is not None
             return found.clone()
         if delta:
             return self._delta_view(manifest, number).clone()
-        return shelf.read(number).clone()
+        return bucket_store.read(number).clone()
 
     def _replace(self, manifest: Manifest, number: int, delta: bool, data: Tensor) -> None:
-        shelf = self.publisher.shelf
-        if isinstance(shelf, NamedShelf):
-            shelf.store.put(self._name(manifest, number, delta), data)
+        bucket_store = self.publisher.bucket_store
+        if isinstance(bucket_store, NamedBuckets):
+            bucket_store.store.put(self._name(manifest, number, delta), data)
         else:
-            (self._delta_view(manifest, number) if delta else shelf.read(number)).copy_(data)
+            (self._delta_view(manifest, number) if delta else bucket_store.read(number)).copy_(data)
 
     def _delta_view(self, manifest: Manifest, number: int) -> Tensor:
         start = sum(bucket.bytes for bucket in manifest.delta[:number])  # which are multiples of 64
-        view: Tensor = self.publisher.shelf.delta.view(start, manifest.delta[number].bytes)
+        view: Tensor = self.publisher.bucket_store.delta.view(start, manifest.delta[number].bytes)
         return view
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from kitae.config.recipe import parse_config
 from kitae.config.root import RLConfig
-from kitae.store.columns import FOLDER, ColumnWriter, Kept, column_files
+from kitae.store.columns import FOLDER, ColumnWriter, LazyColumn, column_files
 from kitae.store.run_folder import RunStore
 from kitae.types import Chain, Message, Prompt, Rollout, Runs, Score, Segment
 
@@ -100,7 +100,7 @@ async def filed(columns: Path, made: Rollout) -> Rollout:
     """As an engine at a post would have filed it, in a file of its own."""
     (segment,) = made.segments
     place = await ColumnWriter(columns, "engine-0").add(segment.tokens, segment.logprobs, str(made.text))
-    tokens, logprobs = column_files(columns.absolute()).kept(((place, 0, place.tokens),))
+    tokens, logprobs = column_files(columns.absolute()).lazy(((place, 0, place.tokens),))
     assert tokens.text is not None
     there = Segment("model", tokens, logprobs, Runs.of(segment.versions))
     return replace(made, chains=(Chain(made.chains[0].prompt_tokens, (there,)),), text=tokens.text)
@@ -109,7 +109,7 @@ async def filed(columns: Path, made: Rollout) -> Rollout:
 def damage(run: Path, made: Rollout) -> str:
     """The first byte of an answer that lies in files; its file."""
     tokens = made.segments[0].tokens
-    assert isinstance(tokens, Kept)
+    assert isinstance(tokens, LazyColumn)
     place = tokens.stretches[0][0]
     path = run / FOLDER / place.file
     data = bytearray(path.read_bytes())

@@ -34,7 +34,7 @@ def serve(
             raise ConfigError(f"kitae serve takes settings of {' and '.join(_SECTIONS)}, got {override!r}")
     path = find_run(Path(target))
     config = model_settings(str(path) if path.exists() else target, overrides)
-    from kitae.serving.handlers import Manners
+    from kitae.serving.handlers import AnswerPolicy
     from kitae.serving.start_server import ServerSettings
     from kitae.serving.start_server import serve as start
 
@@ -44,7 +44,7 @@ def serve(
         port,
         _key(key_env),
         queue,
-        Manners(tries, answer_anyway),
+        AnswerPolicy(tries, answer_anyway),
     )
     try:
         asyncio.run(start(config.model, config.engine, settings, lambda *place: _say(settings.name, key_env, *place)))

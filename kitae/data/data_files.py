@@ -86,6 +86,22 @@ def hub_files(hub: str, pattern: str) -> list[File]:
     return [File(folder / name, name) for name in names]
 
 
+def training_files(path: str | None, hub: str | None, pattern: str) -> list[File]:
+    """The files to train on: one on this machine, or those of a data set on the hub."""
+    if path is not None:
+        return [local_file("data.path", path)]
+    assert hub is not None  # the settings name one source
+    return hub_files(hub, pattern)
+
+
+def held_out_hub_files(hub: str, pattern: str, training: str) -> list[File]:
+    """The files of a data set that are held out; raises `DataError` where one of them is also trained on."""
+    files = hub_files(hub, pattern)
+    if both := [file.name for file in files if fnmatchcase(file.name, training)]:
+        raise DataError(f"data.hub_eval_files must not match files to train on, but both match {', '.join(both)}")
+    return files
+
+
 def sift(files: Sequence[File], read: Callable[[DataRow], T], skip_bad_rows: bool) -> tuple[list[T], str]:
     """What `read` makes of the good rows, and a note on bad ones (empty where there are none).
 

@@ -15,7 +15,6 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
@@ -23,7 +22,17 @@ from typing import Any, Literal
 
 from kitae.data.chat import text_of
 from kitae.data.config import ExamplesConfig
-from kitae.data.data_files import DataRow, File, check_unicode, clip, hub_files, listed, local_file, sift
+from kitae.data.data_files import (
+    DataRow,
+    File,
+    check_unicode,
+    clip,
+    held_out_hub_files,
+    listed,
+    local_file,
+    sift,
+    training_files,
+)
 from kitae.data.epochs import Epochs, Mixture
 from kitae.data.layouts import Layout, find_layout, lay_out
 from kitae.data.messages import SYSTEM, read_message, read_messages, read_tools
@@ -167,7 +176,7 @@ def reshape(example: Example, shape: Shape) -> tuple[Example, ...]:
 
 def found_shapes(config: ExamplesConfig) -> dict[str, Counter[Shape]]:
     """How many good rows of each shape the files to train on have, before a stage makes its own of them."""
-    parts = [(_training_files(config), config.format)] if not config.mix else _parts(config)
+    parts = _parts(config) if config.mix else [(_files(config), config.format)]
     found = {}
     for files, format in parts:
         columns, layout = _reading(config, format)
@@ -186,7 +195,7 @@ def texts_of(example: Example) -> list[str]:
 
 
 def _single(config: ExamplesConfig, seed: int, shape: Shape) -> ExampleStream:
-    examples, skipped = _read_files(config, _training_files(config), shape, config.format)
+    examples, skipped = _read_files(config, _files(config), shape, config.format)
     return ExampleStream([examples], seed=seed, shuffle=config.shuffle, skipped=skipped)
 
 
@@ -207,11 +216,8 @@ def _parts(config: ExamplesConfig) -> list[tuple[list[File], str | None]]:
     return [([file], part.format or config.format) for file, part in zip(files, config.mix, strict=True)]
 
 
-def _training_files(config: ExamplesConfig) -> list[File]:
-    if config.path is not None:
-        return [local_file("data.path", config.path)]
-    assert config.hub is not None  # the settings name one source
-    return hub_files(config.hub, config.hub_files)
+def _files(config: ExamplesConfig) -> list[File]:
+    return training_files(config.path, config.hub, config.hub_files)
 
 
 def _held_out_files(config: ExamplesConfig) -> list[File]:
@@ -222,10 +228,7 @@ def _held_out_files(config: ExamplesConfig) -> list[File]:
             raise DataError(f"data.eval_path must be another file than those to train on, got {config.eval_path} twice")
         return [file]
     if config.hub is not None and config.hub_eval_files is not None:
-        files = hub_files(config.hub, config.hub_eval_files)
-        if both := [file.name for file in files if fnmatchcase(file.name, config.hub_files)]:
-            raise DataError(f"data.hub_eval_files must not match files to train on, but both match {', '.join(both)}")
-        return files
+        return held_out_hub_files(config.hub, config.hub_eval_files, config.hub_files)
     setting = "hub_eval_files" if config.hub else "eval_path"
     raise DataError(f"no held-out examples: set data.{setting}, or eval.examples to 0")
 

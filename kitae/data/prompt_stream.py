@@ -7,13 +7,22 @@ stops the run before it begins, not when its turn comes.
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from kitae.data.config import DataConfig
-from kitae.data.data_files import DataRow, File, check_unicode, clip, hub_files, listed, local_file, sift
+from kitae.data.data_files import (
+    DataRow,
+    File,
+    check_unicode,
+    clip,
+    held_out_hub_files,
+    listed,
+    local_file,
+    sift,
+    training_files,
+)
 from kitae.data.epochs import Epochs
 from kitae.data.formats import Exercise, Reader, find_reader, read_row
 from kitae.data.gym_prompts import gym_prompt, gym_prompts
@@ -66,7 +75,7 @@ def open_stream(config: DataConfig, seed: int) -> PromptStream:
         for index in range(len(names)):
             read_gym(index)
         return PromptStream(read_gym, None, seed=seed, shuffle=False)
-    return _file_stream(config, _training_files(config), seed, sifted=True)
+    return _file_stream(config, training_files(config.path, config.hub, config.hub_files), seed, sifted=True)
 
 
 def eval_prompts(config: DataConfig, seed: int, count: int) -> list[Prompt]:
@@ -89,18 +98,9 @@ def eval_prompts(config: DataConfig, seed: int, count: int) -> list[Prompt]:
         raise DataError(f"no held-out prompts for {config.hub}: set data.hub_eval_files, or eval.prompts to 0")
     else:
         assert config.hub is not None  # the settings name one source
-        files = hub_files(config.hub, config.hub_eval_files)
-        if both := [file.name for file in files if fnmatchcase(file.name, config.hub_files)]:
-            raise DataError(f"data.hub_eval_files must not match files to train on, but both match {', '.join(both)}")
+        files = held_out_hub_files(config.hub, config.hub_eval_files, config.hub_files)
     stream = _file_stream(config, files, seed)
     return [stream.at(position) for position in range(min(count, stream.size or 0))]
-
-
-def _training_files(config: DataConfig) -> list[File]:
-    if config.path is not None:
-        return [local_file("data.path", config.path)]
-    assert config.hub is not None  # the settings name one source
-    return hub_files(config.hub, config.hub_files)
 
 
 def _task_prompt(config: DataConfig, split: Split, index: int, problem: Problem) -> Prompt:

@@ -18,7 +18,7 @@ from kitae.errors import root_cause
 from kitae.models.config import ModelConfig
 from kitae.models.load import pick_device
 from kitae.models.policy import Policy
-from kitae.weights.published_version import Board, EmptyBoard
+from kitae.weights.published_version import EmptyWeightStore, WeightStore
 from kitae.workers.base import Cluster
 
 POOL = "engines"
@@ -26,20 +26,21 @@ POOL = "engines"
 
 @dataclass(frozen=True, slots=True)
 class EngineOrder:
-    """What an engine is made from: `EngineOrder(config.model, config.engine, version=3, board=publisher)`.
+    """What an engine is made from: `EngineOrder(config.model, config.engine, version=3, weight_store=publisher)`.
 
     model: what an engine with weights of its own loads, and serves until it is sent others. policy: what the native
-    engine samples from. board: where the others read what was published; None: nothing ever is. cluster: who finds a
-    place for them; None: they are on this machine, on cores that the trainer leaves. patience: seconds that a fleet on
-    a cluster waits for an engine when it has lost all. columns: where engines on a cluster file what they sample.
-    records_experts: of a mixture, for requests that want to know them; servers of other people do not.
+    engine samples from. weight_store: the published weights, for engines that fetch them; None: nothing is ever
+    published. cluster: finds a place for engines; None: they run on this machine, on cores that the trainer leaves.
+    patience: seconds that a fleet on a cluster waits for an engine when it has lost all. columns: the folder in which
+    engines on a cluster store what they sample. records_experts: whether engines record the experts of a mixture, for
+    requests that ask for them; servers of other people do not.
     """
 
     model: ModelConfig
     config: EngineConfig
     version: int = 0
     policy: Policy | None = None
-    board: Board | None = None
+    weight_store: WeightStore | None = None
     cluster: Cluster | None = None
     patience: float = 300.0
     columns: Path | None = None
@@ -81,7 +82,7 @@ def _process(order: EngineOrder, number: int, cores: Sequence[int]) -> ProcessEn
     return ProcessEngine(
         order.model,
         order.config,
-        order.board or EmptyBoard(),
+        order.weight_store or EmptyWeightStore(),
         threads=len(cores) or None,
         cores=cores or None,
         version=order.version,
@@ -112,7 +113,9 @@ async def start_together(engines: Sequence[ProcessEngine], engine: Engine) -> En
 async def _servers(order: EngineOrder) -> Engine:
     """Behind servers of other people, that run or are started here."""
     cores = _own_cores(order.model, order.config) if order.config.server else []
-    return await start_servers(order.model, order.config, order.board or EmptyBoard(), order.version, cores)
+    return await start_servers(
+        order.model, order.config, order.weight_store or EmptyWeightStore(), order.version, cores
+    )
 
 
 KINDS: dict[str, Callable[[EngineOrder], Awaitable[Engine]]] = {

@@ -24,7 +24,7 @@ from kitae.envs.episode_context import (
     with_note,
 )
 from kitae.errors import DataError, RequestError
-from kitae.serving.base import Answer, Ask, Heard, with_ids
+from kitae.serving.base import Answer, Ask, OnTokens, with_ids
 from kitae.types import Chain, FinishReason, Message, Prompt, Rollout, Score, Segment, Status
 
 Context = tuple[int, ...]
@@ -107,7 +107,7 @@ class AgentEpisode(RunningEpisode):
 
     # Requests of the agent.
 
-    async def ask(self, ask: Ask, heard: Heard | None = None) -> Answer:
+    async def ask(self, ask: Ask, on_tokens: OnTokens | None = None) -> Answer:
         """See `Model`. Temperature and other sampling settings are the run's, because the tokens are trained on."""
         with self._working():
             position = self._position_of(ask)
@@ -115,8 +115,8 @@ class AgentEpisode(RunningEpisode):
             if answer is None:
                 self._check_limits(position.context)
                 answer = await self._answer(ask, position)
-        if heard:
-            heard(answer.sampled)
+        if on_tokens:
+            on_tokens(answer.sampled)
         return answer
 
     @contextmanager

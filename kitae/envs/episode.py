@@ -31,11 +31,12 @@ from kitae.envs.episode_context import (
 )
 from kitae.envs.single_turn import SingleTurn
 from kitae.errors import DataError, RequestError
-from kitae.store.columns import Kept
+from kitae.store.columns import LazyColumn
 from kitae.types import (
     Chain,
     ExpertArray,
     FinishReason,
+    LazyText,
     Message,
     Prompt,
     Rollout,
@@ -44,7 +45,6 @@ from kitae.types import (
     Status,
     Tool,
     Turn,
-    Unread,
 )
 
 T = TypeVar("T")
@@ -70,7 +70,7 @@ class Episode(RunningEpisode):
         self._finish: FinishReason = "suspended"  # until the model has ended a turn
         self._tools: tuple[Tool, ...] = ()
         self._turns: list[Turn] = []
-        self._lazy_text: Unread | None = None  # the last turn's text, if it was left in a file
+        self._lazy_text: LazyText | None = None  # the last turn's text, if it was left in a file
         self._transcript = list(record.transcript or prompt.messages) if record else []
         self._read = len(self._transcript)  # how many of its messages the model has read, or will read next
         self._copied = sum(len(s.tokens) for s in self._recorded)  # how many tokens after the prompt the journal has
@@ -112,7 +112,9 @@ class Episode(RunningEpisode):
         self._finish = ended
         if ended == "suspended":
             raise Suspended
-        if type(self._environment) is SingleTurn and isinstance(turn.tokens, Kept):  # a subclass may read the turn
+        if type(self._environment) is SingleTurn and isinstance(
+            turn.tokens, LazyColumn
+        ):  # a subclass may read the turn
             self._lazy_text = turn.tokens.text  # the verifier reads it from the journal's files
         if self._lazy_text is not None:
             return False

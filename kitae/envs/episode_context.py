@@ -15,7 +15,7 @@ from kitae.data.tool_arguments import function_of
 from kitae.engines.base import Engine, Sampled, SamplingParams
 from kitae.envs.base import Agent, Environment, EpisodeLimits, Observation, Opening
 from kitae.errors import EngineError, Interrupted, RequestError, StalledError, StoreError, root_cause
-from kitae.types import GREEDY, Chain, Message, Prompt, Rollout, Score, Tool, ToolCall, Turn, Unread
+from kitae.types import GREEDY, Chain, LazyText, Message, Prompt, Rollout, Score, Tool, ToolCall, Turn
 
 MakeEnvironment = Callable[[Prompt], Environment | Agent]
 
@@ -32,7 +32,7 @@ _LARGEST_REWARD = 1e30  # so that sums stay finite in single precision
 class ResponseVerifier(Protocol):
     """Scores responses: a `VerifierPool`, or a replacement for one. A lazy response is read where it is judged."""
 
-    async def score(self, response: str | Unread, reference: Any, context: Mapping[str, Any]) -> Score: ...
+    async def score(self, response: str | LazyText, reference: Any, context: Mapping[str, Any]) -> Score: ...
 
 
 class Suspended(Exception):

@@ -13,7 +13,7 @@ from kitae.envs.episode import Episode
 from kitae.envs.episode_context import EpisodeContext, Suspended, with_note
 from kitae.errors import root_cause
 from kitae.store.journal import Journal
-from kitae.types import GREEDY, Group, Message, Prompt, Rollout, Unread
+from kitae.types import GREEDY, Group, LazyText, Message, Prompt, Rollout
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +123,7 @@ class Episodes(EpisodeContext):
         return [news for news in found if news is not None]
 
 
-def _last_turn(rollout: Rollout) -> str | Unread:
+def _last_turn(rollout: Rollout) -> str | LazyText:
     """What the verifier judges: the model's last turn."""
     said = [m for m in rollout.transcript if m.role == "assistant"]
     return said[-1].content if said else rollout.text

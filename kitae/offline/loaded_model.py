@@ -18,7 +18,7 @@ from kitae.envs.single_turn import SingleTurn
 from kitae.errors import ConfigError, EngineError, root_cause
 from kitae.models.config import ModelConfig
 from kitae.models.load import check_model, load_policy
-from kitae.types import Group, Message, Prompt, Score, Unread
+from kitae.types import Group, LazyText, Message, Prompt, Score
 
 T = TypeVar("T")
 Asked = str | Sequence[Mapping[str, Any]]
@@ -122,7 +122,7 @@ def _check(params: SamplingParams) -> None:
 class _Nobody:
     """Stands where a verifier would."""
 
-    async def score(self, response: str | Unread, reference: Any, context: Mapping[str, Any]) -> Score:
+    async def score(self, response: str | LazyText, reference: Any, context: Mapping[str, Any]) -> Score:
         return Score.error("nobody judges these answers")
 
 

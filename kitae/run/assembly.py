@@ -16,7 +16,7 @@ from kitae.models.facts import ModelFacts
 from kitae.models.policy import Policy
 from kitae.observe.observer import Observer
 from kitae.rl.weight_sync import WeightSync
-from kitae.run.weight_transport import open_board
+from kitae.run.weight_transport import open_weight_store
 from kitae.store.columns import FOLDER
 from kitae.trainer.base import Trainer
 from kitae.trainer.learner import Learner
@@ -67,9 +67,9 @@ async def start_serving(
 ) -> Serving:
     """An engine that has weights of its own has those of its model's folder until they are handed over. folder: of the
     run."""
-    trainer, board = learning.trainer, None
+    trainer, weight_store = learning.trainer, None
     if config.engine.kind != "native":
-        board = await open_board(config, trainer, cluster, folder / "weights")
+        weight_store = await open_weight_store(config, trainer, cluster, folder / "weights")
     patience = _NO_ENGINE * config.cluster.patience
     columns = folder.absolute() / FOLDER
     order = EngineOrder(
@@ -77,7 +77,7 @@ async def start_serving(
         config.engine,
         version,
         learning.policy,
-        board,
+        weight_store,
         cluster,
         patience,
         columns,

@@ -4,11 +4,11 @@ from pathlib import Path
 
 from kitae.config.root import RLConfig
 from kitae.trainer.base import Trainer
-from kitae.weights.published_version import Board
+from kitae.weights.published_version import WeightStore
 from kitae.workers.base import Cluster
 
 
-async def open_board(config: RLConfig, trainer: Trainer, cluster: Cluster | None, folder: Path) -> Board:
+async def open_weight_store(config: RLConfig, trainer: Trainer, cluster: Cluster | None, folder: Path) -> WeightStore:
     """Where engines with weights of their own find them. folder: of the run, for what goes through files."""
     kind = config.cluster.transport
     if kind == "auto":
@@ -16,4 +16,4 @@ async def open_board(config: RLConfig, trainer: Trainer, cluster: Cluster | None
     settings = {"folder": str(folder)} if kind == "file" else {}
     if kind in ("http", "broadcast"):
         settings["host"] = "127.0.0.1" if cluster is None else cluster.host
-    return await trainer.open_board(kind, config.engine.sync, settings)
+    return await trainer.open_weight_store(kind, config.engine.sync, settings)

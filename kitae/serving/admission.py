@@ -1,4 +1,4 @@
-"""How many answers may be under way: who comes when all places are taken is sent away at once, and told when to try."""
+"""A limit on the answers that are under way. A request beyond it is refused at once, with a time to try again."""
 
 import time
 from collections.abc import Iterator
@@ -10,8 +10,8 @@ _LONGEST_WAIT = 60  # seconds
 _WEIGHT = 0.1  # of the newest answer in the mean of how long they take
 
 
-class Places:
-    """`with places.take(4): …`; taken: places in use now."""
+class AdmissionControl:
+    """`with admission.take(4): …` holds four places; `taken` is the number of places in use now."""
 
     def __init__(self, most: int) -> None:
         self.most = most

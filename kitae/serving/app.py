@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kitae.clients.addresses import host_name, is_loopback, means
 from kitae.errors import ConfigError
-from kitae.serving.handlers import Desk, no_responses
+from kitae.serving.handlers import ChatHandlers, no_responses
 from kitae.serving.http_bodies import Handler, endpoint, json_response, refusal_of
 from kitae.serving.refusals import Refused
 from kitae.serving.server_metrics import Counters
@@ -61,21 +61,21 @@ def check_key(host: str, key: str) -> None:
         )
 
 
-def chat_routes(desk: Desk, counters: Counters) -> list[BaseRoute]:
-    """What clients of chats need, to be mounted anywhere: `Mount("/episodes/{token}", routes=chat_routes(desk, …))`."""
+def chat_routes(handlers: ChatHandlers, counters: Counters) -> list[BaseRoute]:
+    """The routes of chats, to be mounted anywhere: `Mount("/episodes/{token}", routes=chat_routes(handlers, …))`."""
     return [
-        Route("/v1/chat/completions", endpoint(desk.chat, counters), methods=["POST"]),
+        Route("/v1/chat/completions", endpoint(handlers.chat, counters), methods=["POST"]),
         Route("/v1/responses", endpoint(no_responses, counters), methods=["POST"]),
     ]
 
 
-def model_routes(desk: Desk, counters: Counters) -> list[BaseRoute]:
+def model_routes(handlers: ChatHandlers, counters: Counters) -> list[BaseRoute]:
     """All that a language model answers."""
     return [
-        *chat_routes(desk, counters),
-        Route("/v1/completions", endpoint(desk.complete, counters), methods=["POST"]),
-        Route("/tokenize", endpoint(desk.tokenize, counters), methods=["POST"]),
-        Route("/detokenize", endpoint(desk.detokenize, counters), methods=["POST"]),
+        *chat_routes(handlers, counters),
+        Route("/v1/completions", endpoint(handlers.complete, counters), methods=["POST"]),
+        Route("/tokenize", endpoint(handlers.tokenize, counters), methods=["POST"]),
+        Route("/detokenize", endpoint(handlers.detokenize, counters), methods=["POST"]),
         Route("/v1/score", endpoint(_not_here("a language model"), counters), methods=["POST"]),
     ]
 

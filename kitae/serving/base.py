@@ -1,4 +1,4 @@
-"""Who answers a client: the seam between what comes in over HTTP and what samples the tokens."""
+"""The seam between requests that come in over HTTP and the engine that samples the tokens."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -8,16 +8,16 @@ from kitae.data.chat import Chat
 from kitae.engines.base import Sampled, SamplingParams
 from kitae.types import FinishReason, Message, Tool, Turn
 
-Heard = Callable[[Sampled], None]
-"""Is told of further tokens of an answer as they come."""
+OnTokens = Callable[[Sampled], None]
+"""Is called with further tokens of an answer as they come."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
     """One answer wanted, to a chat or to a text: `Ask("chat-17", messages=(Message("user", "Hello"),))`.
 
-    Exactly one of messages and prompt_tokens is given; tools belong to messages. seed None: the model draws one. retry:
-    the client says that it has asked this before and got no answer.
+    Exactly one of messages and prompt_tokens is given; tools belong to messages. seed: None lets the model draw one.
+    retry: the client says that it has sent this request before and got no answer.
     """
 
     id: str
@@ -31,8 +31,8 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What was sampled for an ask, as tokens and as read. Its calls have ids that no other answer's have: clients keep
-    whole conversations by them."""
+    """The answer to a request, as sampled tokens and as the turn that they spell. The ids of its calls are unique among
+    all answers, because clients refer to calls by id in later requests."""
 
     prompt_tokens: tuple[int, ...]
     sampled: Sampled
@@ -41,19 +41,19 @@ class Answer:
 
 
 def with_ids(turn: Turn, answer: str) -> Turn:
-    """A turn whose calls are named after the answer that has them."""
+    """The same turn; the ids of its calls are made from the id of the answer."""
     calls = tuple(replace(call, id=f"call_{answer}_{i}") for i, call in enumerate(turn.calls))
     return replace(turn, calls=calls)
 
 
 class Model(Protocol):
-    """Whoever answers.
+    """A model that answers requests.
 
-    `heard` is called with further tokens as they come; all of them have been heard when `ask` returns. A caller that is
-    cancelled takes its request back. Raises `RequestError` where the ask is impossible. `chat` is how messages become
-    tokens, and back.
+    `ask` calls `on_tokens` with further tokens as they come, and has passed on all of them when it returns. Cancelling
+    `ask` cancels the request. `ask` raises `RequestError` for a request that cannot be answered. `chat` turns messages
+    into tokens and back.
     """
 
     @property
     def chat(self) -> Chat: ...
-    async def ask(self, ask: Ask, heard: Heard | None = None) -> Answer: ...
+    async def ask(self, ask: Ask, on_tokens: OnTokens | None = None) -> Answer: ...

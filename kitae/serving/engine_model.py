@@ -7,7 +7,7 @@ import sys
 from kitae.data.chat import Chat
 from kitae.engines.base import Completion, Engine, Request, Sampled
 from kitae.errors import DataError, RequestError
-from kitae.serving.base import Answer, Ask, Heard, with_ids
+from kitae.serving.base import Answer, Ask, OnTokens, with_ids
 
 _EVERY = 0.02  # seconds between two looks at what was sampled, while somebody listens
 _MOST_TOLD = 500  # pieces in a second, of all streams together: each costs what a token costs, or more
@@ -22,13 +22,13 @@ class EngineModel:
         self._engine, self.chat = engine, chat
         self._listening = Listening(engine)
 
-    async def ask(self, ask: Ask, heard: Heard | None = None) -> Answer:
+    async def ask(self, ask: Ask, on_tokens: OnTokens | None = None) -> Answer:
         prompt = self._prompt(ask)
         if ask.sampling.stop_strings and not self._engine.capabilities.stop_strings:
             raise RequestError("this engine knows no stop strings, got some")
         seed = secrets.randbits(63) if ask.seed is None else ask.seed
         request = Request(ask.id, prompt, ask.sampling, seed, share=_SHARE)
-        done = await self._listening.generate(request, heard)
+        done = await self._listening.generate(request, on_tokens)
         turn = self.chat.read(done.tokens, ask.sampling.stop_strings, ask.tools)
         return Answer(prompt, done.sampled, done.finish, with_ids(turn, f"{secrets.randbits(96):024x}"))
 
@@ -48,19 +48,19 @@ class Listening:
     def __init__(self, engine: Engine, every: float = _EVERY) -> None:
         self._engine, self._every = engine, every
         self._known: dict[str, int] = {}  # of each request in flight, how many tokens were told
-        self._listeners: dict[str, Heard] = {}
+        self._listeners: dict[str, OnTokens] = {}
         self._looking: asyncio.Task[None] | None = None
 
-    async def generate(self, request: Request, heard: Heard | None) -> Completion:
+    async def generate(self, request: Request, on_tokens: OnTokens | None) -> Completion:
         if request.id in self._known:
             raise RequestError(f"request id {request.id!r} is in flight already")
-        self._known[request.id] = 0 if heard else _ALL
-        if heard:
-            self._listeners[request.id] = heard
+        self._known[request.id] = 0 if on_tokens else _ALL
+        if on_tokens:
+            self._listeners[request.id] = on_tokens
             self._look()
         try:
             done = await self._engine.generate(request)
-            if heard:
+            if on_tokens:
                 self._tell(request.id, done.sampled.after(self._known[request.id]))
             return done
         finally:

@@ -32,8 +32,8 @@ _UNCONSTRAINED = "tokens are drawn from the model as it is"
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
-    """What calls of tools an answer must have: `Wish(call=True, name="add")`, or at most one with `single`."""
+class ToolChoice:
+    """What calls of tools an answer must have: `ToolChoice(call=True, name="add")`, or at most one with `single`."""
 
     call: bool = False
     name: str = ""
@@ -73,7 +73,7 @@ class AnswerOrder:
     logprobs: bool = False
     top: int = 0
     token_ids: bool = False
-    wish: Wish = Wish()
+    tool_choice: ToolChoice = ToolChoice()
     echo: bool = False
 
     @property
@@ -94,7 +94,7 @@ class AnswerOrder:
 def read_chat(fields: Fields, chat: Chat, retry: bool = False) -> AnswerOrder:
     """The body of `POST /v1/chat/completions`."""
     messages = _messages(fields.take("messages"))
-    wish, tools = _tools(fields)
+    tool_choice, tools = _tools(fields)
     logprobs, top = fields.flag("logprobs"), fields.integer("top_logprobs", 0, least=0, most=MOST_TOP)
     if top and not logprobs:
         raise Refused(f"top_logprobs needs logprobs = true, got {top} without it", param="top_logprobs")
@@ -123,7 +123,7 @@ def read_chat(fields: Fields, chat: Chat, retry: bool = False) -> AnswerOrder:
         logprobs=logprobs,
         top=top,
         token_ids=common.token_ids,
-        wish=wish,
+        tool_choice=tool_choice,
     )
 
 
@@ -287,7 +287,7 @@ def _message(number: int, turn: Any) -> Message:
     return replace(read, content=text_of(read), parts=())  # text in parts is one text: many templates know no parts
 
 
-def _tools(fields: Fields) -> tuple[Wish, tuple[Tool, ...]]:
+def _tools(fields: Fields) -> tuple[ToolChoice, tuple[Tool, ...]]:
     try:
         tools = read_tools(_functions(fields.take("tools")))
     except DataError as error:
@@ -297,13 +297,13 @@ def _tools(fields: Fields) -> tuple[Wish, tuple[Tool, ...]]:
     names = [str(tool["function"]["name"]) for tool in tools]
     match choice:
         case None | "auto":
-            return Wish(single=single), tools
+            return ToolChoice(single=single), tools
         case "none":
-            return Wish(), ()
+            return ToolChoice(), ()
         case "required" if tools:
-            return Wish(call=True, single=single), tools
+            return ToolChoice(call=True, single=single), tools
         case {"type": "function", "function": {"name": str(name)}} if name in names:
-            return Wish(call=True, name=name, single=single), (tools[names.index(name)],)
+            return ToolChoice(call=True, name=name, single=single), (tools[names.index(name)],)
     known = ", ".join(["auto", "none", *(["required"] if tools else []), *names])
     raise Refused(f"tool_choice must be one of {known}, got {clip(repr(choice))}", param="tool_choice")
 

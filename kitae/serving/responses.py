@@ -1,11 +1,11 @@
 """Answers in the shape of OpenAI's API, whole or in pieces; the pieces joined are the whole.
 
-Beyond that API, an answer says which version of the policy spoke (`version`, and in `system_fingerprint`), why a call
-could not be read (`problem`), and on demand (`return_token_ids`) the tokens themselves, with a version each.
+Beyond that API, an answer has the version of the policy that sampled it (`version`, and in `system_fingerprint`), the
+reason why a call could not be read (`problem`), and on demand (`return_token_ids`) the tokens, with a version each.
 
-Log-probs of sampled tokens are those of the distribution that they were drawn from. Where others are told beside them,
-of the likeliest tokens or of the prompt, all come from one pass over the text, so that they can be compared: at the
-temperature of the request, before top-k, top-p and min-p.
+Log-probs of sampled tokens are those of the distribution that the tokens were drawn from. Where a client also wants
+those of the likeliest tokens or of the prompt, all come from one pass over the text, so that they can be compared: at
+the temperature of the request, before top-k, top-p and min-p.
 """
 
 import codecs
@@ -21,7 +21,7 @@ from kitae.serving.base import Answer
 from kitae.serving.requests import AnswerOrder
 from kitae.serving.streamed_text import GrowingAnswer
 from kitae.serving.text_scoring import ScoredText
-from kitae.serving.token_text import Spelling
+from kitae.serving.token_text import TokenText
 from kitae.types import ToolCall, Turn
 
 Json = dict[str, Any]
@@ -30,32 +30,32 @@ _LOWEST = -9999.0  # what OpenAI's API writes for a log-prob that JSON has no nu
 
 
 @dataclass(frozen=True, slots=True)
-class Voice:
-    """What is needed to tell tokens as text: `Voice("smollm2-135m", chat, Spelling(tokenizer), early=True)`.
+class AnswerRenderer:
+    """Turns tokens into text for a client: `AnswerRenderer("smollm2-135m", chat, TokenText(tokenizer), early=True)`.
 
-    name: of the model, as clients know it. early: see `kitae.serving.streamed_text.tells_early`.
+    name: the name of the model, as clients know it. early: see `kitae.serving.streamed_text.tells_early`.
     """
 
     name: str
     chat: Chat
-    spelling: Spelling
+    token_text: TokenText
     early: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One answer of an order, with the log-probs of prompt and answer where somebody must see them."""
+    """One answer of an order, with the log-probs of its prompt and its tokens where the client wants them."""
 
     index: int
     answer: Answer
     scored: ScoredText | None = None
 
 
-class Teller:
-    """Makes the JSON of one order."""
+class ResponseBuilder:
+    """Builds the JSON of the answers of one order."""
 
-    def __init__(self, order: AnswerOrder, voice: Voice) -> None:
-        self.order, self.voice = order, voice
+    def __init__(self, order: AnswerOrder, renderer: AnswerRenderer) -> None:
+        self.order, self.renderer = order, renderer
         self._created = int(time.time())
 
     def whole(self, choices: Sequence[Choice]) -> Json:
@@ -80,12 +80,12 @@ class Teller:
         return self._head(version, pieces=True) | {"choices": [choice]} | unknown
 
     def last(self, answers: Sequence[Answer]) -> Json:
-        """The event that says what it cost."""
+        """The event with the number of tokens used."""
         version = max((_version(a) for a in answers), default=-1)
         return self._head(version, pieces=True) | {"choices": [], "usage": self.usage(answers)}
 
     def pieces_of(self, choice: Choice) -> list[Json]:
-        """A whole answer as events: for orders of which nothing can be told before the end."""
+        """A whole answer as events, for orders of which nothing can be sent before the end."""
         whole = self._choice(choice)
         finish, version = whole.pop("finish_reason"), _version(choice.answer)
         if self.order.kind == "text":
@@ -103,7 +103,7 @@ class Teller:
             "id": self.order.id,
             "object": kind,
             "created": self._created,
-            "model": self.voice.name,
+            "model": self.renderer.name,
             "system_fingerprint": f"kitae-{version}" if version >= 0 else "kitae",
         }
 
@@ -153,8 +153,8 @@ class Teller:
         ]
 
     def _entry(self, token: int, logprob: float) -> Json:
-        spelling = self.voice.spelling
-        return {"token": spelling.text(token), "logprob": _finite(logprob), "bytes": spelling.bytes(token)}
+        token_text = self.renderer.token_text
+        return {"token": token_text.text(token), "logprob": _finite(logprob), "bytes": token_text.bytes(token)}
 
     def _text_logprobs(self, choice: Choice) -> Json | None:
         if not self.order.logprobs:
@@ -170,9 +170,9 @@ class Teller:
             known, places = scored.logprobs[: len(prompt) - 1], scored.top[: len(prompt) - 1]
             tops = None if tops is None else [None, *self._tops(prompt[1:], known, places), *tops]
             tokens, logprobs = [*prompt, *tokens], [None, *map(_finite, known), *logprobs]
-        offsets = Offsets(self.voice.spelling)
+        offsets = Offsets(self.renderer.token_text)
         return {
-            "tokens": [self.voice.spelling.text(token) for token in tokens],
+            "tokens": [self.renderer.token_text.text(token) for token in tokens],
             "token_logprobs": logprobs,
             "top_logprobs": tops,
             "text_offset": offsets.after(tokens),
@@ -184,10 +184,10 @@ class Teller:
         return [self._top(*one) for one in zip(tokens, logprobs, places, strict=True)]
 
     def _top(self, token: int, logprob: float, top: Sequence[tuple[int, float]]) -> Json:
-        """By text. Of tokens with the same one, the likelier is told."""
+        """Log-probs by text. Of several tokens with the same text, the likelier one counts."""
         found: Json = {}
         for one, value in (*top, (token, logprob)):
-            text = self.voice.spelling.text(one)
+            text = self.renderer.token_text.text(one)
             found[text] = max(found.get(text, _LOWEST), _finite(value))
         return found
 
@@ -196,7 +196,7 @@ class Teller:
 class Offsets:
     """Where in its text each token begins, in characters."""
 
-    spelling: Spelling
+    token_text: TokenText
     _decoder: Any = field(default_factory=lambda: codecs.getincrementaldecoder("utf-8")("replace"))
     _length: int = 0
 
@@ -204,21 +204,23 @@ class Offsets:
         found = []
         for token in tokens:
             found.append(self._length)
-            if not self.spelling.is_special(token):
-                self._length += len(self._decoder.decode(bytes(self.spelling.bytes(token))))
+            if not self.token_text.is_special(token):
+                self._length += len(self._decoder.decode(bytes(self.token_text.bytes(token))))
         return found
 
 
-class Telling:
-    """One answer as it comes: `hear` tokens, then `end` it; both give events."""
+class StreamBuilder:
+    """One answer as a stream: `hear` takes new tokens, `end` takes the whole answer, and both return events."""
 
-    def __init__(self, teller: Teller, index: int) -> None:
-        self._teller, self._index = teller, index
-        order, voice = teller.order, teller.voice
+    def __init__(self, builder: ResponseBuilder, index: int) -> None:
+        self._builder, self._index = builder, index
+        order, renderer = builder.order, builder.renderer
         ask = order.asks[index]
-        self._growing = GrowingAnswer(voice.chat, voice.spelling, ask.sampling.stop_strings, ask.tools, voice.early)
-        self._offsets = Offsets(voice.spelling)
-        self._pending = Sampled()  # heard, not told as tokens
+        self._growing = GrowingAnswer(
+            renderer.chat, renderer.token_text, ask.sampling.stop_strings, ask.tools, renderer.early
+        )
+        self._offsets = Offsets(renderer.token_text)
+        self._pending = Sampled()  # tokens that came and are in no event yet
         self._first = True
         self._version = -1
 
@@ -229,25 +231,25 @@ class Telling:
         return [self._event(self._said(text), None)] if text else []
 
     def end(self, answer: Answer) -> list[Json]:
-        teller, turn = self._teller, answer.turn
+        builder, turn = self._builder, answer.turn
         self._version = _version(answer)
-        if teller.order.kind == "text":
+        if builder.order.kind == "text":
             said = self._said(self._growing.end(turn.text))
         else:
-            message = teller.message(turn)
+            message = builder.message(turn)
             rest = self._growing.end(message["content"] or "")
             said = self._said(rest) if rest or not turn.calls else {"delta": {}}
             said["delta"] |= {key: message[key] for key in ("reasoning_content",) if key in message}
             if turn.calls:
                 said["delta"]["tool_calls"] = [c | {"index": i} for i, c in enumerate(message["tool_calls"])]
-        told = {key: value for key, value in teller.extras(answer).items() if key in ("version", "problem")}
+        told = {key: value for key, value in builder.extras(answer).items() if key in ("version", "problem")}
         return [self._event(said, finish_of(answer), told, answer)]
 
     def _said(self, text: str) -> Json:
-        return {"text": text} if self._teller.order.kind == "text" else {"delta": {"content": text}}
+        return {"text": text} if self._builder.order.kind == "text" else {"delta": {"content": text}}
 
     def _event(self, said: Json, finish: str | None, extras: Json | None = None, answer: Answer | None = None) -> Json:
-        order = self._teller.order
+        order = self._builder.order
         tokens, self._pending = self._pending, Sampled()
         choice = {"index": self._index, **said, "logprobs": self._logprobs(tokens), "finish_reason": finish}
         choice |= extras or {}
@@ -261,15 +263,15 @@ class Telling:
                 choice["delta"] = {"role": "assistant", **choice["delta"]}
             elif order.echo:
                 choice["text"] = order.prompt_texts[self._index // order.choices] + choice["text"]
-        return self._teller.piece(choice, self._version)
+        return self._builder.piece(choice, self._version)
 
     def _logprobs(self, tokens: Sampled) -> Json | None:
-        if not self._teller.order.logprobs:
+        if not self._builder.order.logprobs:
             return None
-        if self._teller.order.kind == "chat":
-            return {"content": self._teller.entries(tokens, ((),) * len(tokens.tokens)), "refusal": None}
+        if self._builder.order.kind == "chat":
+            return {"content": self._builder.entries(tokens, ((),) * len(tokens.tokens)), "refusal": None}
         return {
-            "tokens": [self._teller.voice.spelling.text(token) for token in tokens.tokens],
+            "tokens": [self._builder.renderer.token_text.text(token) for token in tokens.tokens],
             "token_logprobs": [*map(_finite, tokens.logprobs)],
             "top_logprobs": None,
             "text_offset": self._offsets.after(tokens.tokens),

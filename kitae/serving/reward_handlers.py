@@ -21,7 +21,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from kitae.data.data_files import clip
-from kitae.serving.admission import Places
+from kitae.serving.admission import AdmissionControl
 from kitae.serving.fields import Fields
 from kitae.serving.http_bodies import endpoint, json_response, read_fields, unless_gone
 from kitae.serving.refusals import Refused
@@ -34,9 +34,9 @@ Talk = tuple[list[Any], str]
 _MOST_ITEMS = 1024
 
 
-class RewardDesk:
-    def __init__(self, service: RewardService, name: str, places: Places) -> None:
-        self._service, self._name, self._places = service, name, places
+class RewardHandlers:
+    def __init__(self, service: RewardService, name: str, admission: AdmissionControl) -> None:
+        self._service, self._name, self._admission = service, name, admission
 
     async def score(self, request: Request) -> Response:
         fields = await read_fields(request)
@@ -46,7 +46,7 @@ class RewardDesk:
         talks, alone = _talks(fields)
         fields.ignore("user")
         fields.finish()
-        with self._places.take(len(talks)):
+        with self._admission.take(len(talks)):
             work = asyncio.gather(*(self._one(*talk) for talk in talks))
             found = await unless_gone(request.receive, work)
         if alone and "error" in found[0]:
@@ -59,13 +59,13 @@ class RewardDesk:
         return {"score": found.components["reward_raw"]} if found.valid else {"error": found.detail}
 
 
-def reward_routes(desk: RewardDesk, counters: Counters) -> list[BaseRoute]:
+def reward_routes(handlers: RewardHandlers, counters: Counters) -> list[BaseRoute]:
     async def elsewhere(_: Request) -> Response:
         raise Refused("this server serves a reward model: it answers at /v1/score alone", 404)
 
     others = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/tokenize", "/detokenize")
     return [
-        Route("/v1/score", endpoint(desk.score, counters), methods=["POST"]),
+        Route("/v1/score", endpoint(handlers.score, counters), methods=["POST"]),
         *(Route(path, endpoint(elsewhere, counters), methods=["POST"]) for path in others),
     ]
 

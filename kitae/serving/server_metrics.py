@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 
 from kitae.engines.base import EngineStats
-from kitae.serving.admission import Places
+from kitae.serving.admission import AdmissionControl
 
 _GAUGES = ("version", "running", "waiting")
 
@@ -18,8 +18,8 @@ _GAUGES = ("version", "running", "waiting")
 class Counters:
     """`counters.count("/v1/completions", 200, 0.7)`; stats: of the engine, None where there is none."""
 
-    def __init__(self, places: Places, stats: Callable[[], EngineStats] | None = None) -> None:
-        self._places, self._stats = places, stats
+    def __init__(self, admission: AdmissionControl, stats: Callable[[], EngineStats] | None = None) -> None:
+        self._admission, self._stats = admission, stats
         self._requests: Counter[tuple[str, int]] = Counter()
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self._gone: Counter[str] = Counter()
@@ -40,9 +40,9 @@ class Counters:
             ),
             *_family("request_seconds_total", "counter", {_labels(path=p): n for p, n in self._seconds.items()}),
             *_family("disconnects_total", "counter", {_labels(path=p): n for p, n in self._gone.items()}),
-            *_family("queue_refused_total", "counter", {"": self._places.refused}),
-            *_family("answers_under_way", "gauge", {"": self._places.taken}),
-            *_family("answers_most", "gauge", {"": self._places.most}),
+            *_family("queue_refused_total", "counter", {"": self._admission.refused}),
+            *_family("answers_under_way", "gauge", {"": self._admission.taken}),
+            *_family("answers_most", "gauge", {"": self._admission.most}),
             *_family("start_time_seconds", "gauge", {"": self._began}),
         ]
         if self._stats is not None:

@@ -17,17 +17,17 @@ from kitae.kernels.allocation import gc_frozen
 from kitae.models.config import ModelConfig
 from kitae.models.load import check_model, find_model, load_policy
 from kitae.models.policy import Policy
-from kitae.serving.admission import Places
+from kitae.serving.admission import AdmissionControl
 from kitae.serving.app import check_key, make_app, model_routes
 from kitae.serving.engine_model import EngineModel
-from kitae.serving.handlers import Desk, Manners
-from kitae.serving.responses import Voice
-from kitae.serving.reward_handlers import RewardDesk, reward_routes
+from kitae.serving.handlers import AnswerPolicy, ChatHandlers
+from kitae.serving.responses import AnswerRenderer
+from kitae.serving.reward_handlers import RewardHandlers, reward_routes
 from kitae.serving.running_server import run_server
 from kitae.serving.server_metrics import Counters
 from kitae.serving.streamed_text import tells_early
 from kitae.serving.text_scoring import TextScorer
-from kitae.serving.token_text import Spelling
+from kitae.serving.token_text import TokenText
 from kitae.verifiers.reward_model_verifier import RewardService
 
 
@@ -44,7 +44,7 @@ class ServerSettings:
     port: int = 8000
     key: str = ""
     queue: int = 512
-    manners: Manners = field(default_factory=Manners)
+    answer_policy: AnswerPolicy = field(default_factory=AnswerPolicy)
 
 
 Ready = Callable[[str, str], None]
@@ -91,17 +91,17 @@ async def open_model(model: ModelConfig, config: EngineConfig, settings: ServerS
 
 def app_of(policy: Policy, engine: Engine, scorer: TextScorer, settings: ServerSettings) -> Starlette:
     chat = Chat(policy.tokenizer, policy.base.generation_config)
-    voice = Voice(settings.name, chat, Spelling(policy.tokenizer), tells_early(policy.tokenizer))
-    places, model = Places(settings.queue), EngineModel(engine, chat)
-    counters = Counters(places, engine.stats)
-    desk = Desk(lambda request: model, voice, places, scorer, settings.manners, counters.gone)
+    renderer = AnswerRenderer(settings.name, chat, TokenText(policy.tokenizer), tells_early(policy.tokenizer))
+    admission, model = AdmissionControl(settings.queue), EngineModel(engine, chat)
+    counters = Counters(admission, engine.stats)
+    handlers = ChatHandlers(lambda request: model, renderer, admission, scorer, settings.answer_policy, counters.gone)
 
     async def healthy() -> None:
         """An engine that is closed, or whose thread has died, raises."""
         await engine.abort("nobody")
 
     return make_app(
-        model_routes(desk, counters),
+        model_routes(handlers, counters),
         counters,
         name=settings.name,
         context=policy.max_context,
@@ -117,9 +117,9 @@ async def open_rewards(model: ModelConfig, settings: ServerSettings) -> AsyncIte
     service = RewardService(model=model.path, device=model.device, dtype=model.dtype)
     await service.start()
     try:
-        places = Places(settings.queue)
-        counters = Counters(places)
-        routes = reward_routes(RewardDesk(service, settings.name, places), counters)
+        admission = AdmissionControl(settings.queue)
+        counters = Counters(admission)
+        routes = reward_routes(RewardHandlers(service, settings.name, admission), counters)
         yield make_app(
             routes, counters, name=settings.name, context=0, host=settings.host, key=settings.key
         )  # fmt: skip

@@ -12,7 +12,7 @@ from typing import Any
 from kitae.data.chat import Chat
 from kitae.data.tool_calls import family_of, template_of
 from kitae.serving.refusals import Refused
-from kitae.serving.token_text import Spelling
+from kitae.serving.token_text import TokenText
 from kitae.types import Tool
 
 _BROKEN = "\ufffd"
@@ -36,8 +36,8 @@ class SpokenText:
     one byte each are waited for until another one follows: a run of them is decoded as a whole.
     """
 
-    def __init__(self, chat: Chat, spelling: Spelling) -> None:
-        self._chat, self._spelling = chat, spelling
+    def __init__(self, chat: Chat, token_text: TokenText) -> None:
+        self._chat, self._spelling = chat, token_text
         self._tokens: list[int] = []
         self._start = self._end = 0  # of the part of the window that is in the text already
         self.text = ""
@@ -57,11 +57,16 @@ class GrowingAnswer:
     """`growing.hear(tokens)` gives the further text that is certain; `growing.end(content)` the rest of it."""
 
     def __init__(
-        self, chat: Chat, spelling: Spelling, stops: Sequence[str] = (), tools: Sequence[Tool] = (), early: bool = True
+        self,
+        chat: Chat,
+        token_text: TokenText,
+        stops: Sequence[str] = (),
+        tools: Sequence[Tool] = (),
+        early: bool = True,
     ) -> None:
         """early: see `tells_early`."""
-        self._spelling, self._stops, self._tools = spelling, tuple(stops), tuple(tools)
-        self._spoken = SpokenText(chat, spelling)
+        self._spelling, self._stops, self._tools = token_text, tuple(stops), tuple(tools)
+        self._spoken = SpokenText(chat, token_text)
         self._told = ""
         self._searched = 0  # no stop string begins before
         self._sure = early or not tools  # what comes next is certain to be content

@@ -9,8 +9,8 @@ _SPACE = "\u2581"  # as SentencePiece writes it
 _BYTE_RE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
-class Spelling:
-    """`Spelling(tokenizer).text(42)`.
+class TokenText:
+    """`TokenText(tokenizer).text(42)`.
 
     A token that is a part of a character is spelled `bytes:\\xe2\\x82`, as in OpenAI's API, so that different tokens
     have different texts.

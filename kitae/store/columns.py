@@ -1,11 +1,12 @@
-"""What engines sampled, in files of the run folder: past the process that drives the run, which knows where it lies.
+"""Sampled answers in files of the run folder. Engines write them there, and the process that drives the run handles
+only their places.
 
-    RUN/columns/engine-0-5f3c9a1e    of one process that writes: answers, one after the other, never changed
+    RUN/columns/engine-0-5f3c9a1e    the file of one writing process: answers, one after the other, never changed
         tokens int32 [N] │ log-probs float32 [N] │ text, UTF-8
 
-An answer is on the disk before anybody hears where it lies, so what the journal refers to is there. What nobody refers
-to (a write that was cut off, an answer that was sampled again) stays and harms nobody. All who read and write must see
-the same folder, so on several machines it is on a disk that they share.
+A writer returns the place of an answer only when the answer is on the disk, so every answer that the journal refers to
+exists. Data that nothing refers to (a write that was cut off, an answer that was sampled again) stays in the file and
+is never read. All processes must see the same folder, so a run on several machines needs a disk that they share.
 """
 
 import asyncio
@@ -23,7 +24,7 @@ import numpy.typing as npt
 
 from kitae.errors import CorruptError, DiskFullError, StoreError
 from kitae.store.disk import flush, is_full
-from kitae.types import Runs, Unread
+from kitae.types import LazyText, Runs
 
 T = TypeVar("T", int, float)
 
@@ -33,9 +34,11 @@ _REMEMBERED = 64  # answers that were read last
 
 @dataclass(frozen=True, slots=True)
 class Filed:
-    """Where an answer lies: `Filed("engine-0-5f3c9a1e", offset=6148, tokens=512, letters=1804, checksum=0x1d2c3b4a)`.
+    """The place of an answer in a file.
 
-    letters: bytes of its text; -1: it has none, being the beginning of an answer, or what follows one.
+    `Filed("engine-0-5f3c9a1e", offset=6148, tokens=512, letters=1804, checksum=0x1d2c3b4a)`.
+
+    letters: the number of bytes of its text; -1: it has no text, because it is only a part of an answer.
     """
 
     file: str
@@ -50,13 +53,13 @@ class Filed:
 
     @property
     def record(self) -> tuple[str, int, int, int, int]:
-        """As JSON takes it; `Filed(*record)` is the inverse."""
+        """The fields as JSON; `Filed(*record)` is the inverse."""
         return self.file, self.offset, self.tokens, self.letters, self.checksum
 
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """An answer as it was filed: `Contents(tokens=[42, 2], logprobs=[-.1, -.3], text="56")`."""
+    """The columns of one answer: `Contents(tokens=[42, 2], logprobs=[-.1, -.3], text="56")`."""
 
     tokens: npt.NDArray[np.int32]
     logprobs: npt.NDArray[np.float32]
@@ -64,15 +67,15 @@ class Contents:
 
 
 class ColumnFiles:
-    """Reads them: `ColumnFiles(run / "columns")`. It keeps no file open, and the folder need not exist before."""
+    """Reads answers: `ColumnFiles(run / "columns")`. It keeps no file open, and the folder need not exist yet."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.read: Callable[[Filed], Contents] = lru_cache(_REMEMBERED)(self._read)
 
-    def kept(self, stretches: "tuple[Stretch, ...]") -> "tuple[Kept[int], Kept[float]]":
-        """The columns of tokens and of log-probs, unread."""
-        return Kept(self, "tokens", stretches), Kept(self, "logprobs", stretches)
+    def lazy(self, stretches: "tuple[Stretch, ...]") -> "tuple[LazyColumn[int], LazyColumn[float]]":
+        """The lazy columns of tokens and of log-probs."""
+        return LazyColumn(self, "tokens", stretches), LazyColumn(self, "logprobs", stretches)
 
     def _read(self, filed: Filed) -> Contents:
         path = self.folder / filed.file
@@ -94,14 +97,14 @@ class ColumnFiles:
 
 @lru_cache
 def column_files(folder: Path) -> ColumnFiles:
-    """One for all in this process who read there."""
+    """The one reader of a folder in this process."""
     return ColumnFiles(folder)
 
 
 class ColumnWriter:
     """Writes a file of its own: `ColumnWriter(run / "columns", "engine-0")`; `file` is its name.
 
-    What is added while a write goes on is written together: the disk is waited for once.
+    Answers that are added during a write are written together after it, with one flush to the disk.
     """
 
     def __init__(self, folder: Path, name: str) -> None:
@@ -117,7 +120,7 @@ class ColumnWriter:
             raise _explained(folder / self.file, error) from error
 
     async def add(self, tokens: Sequence[int], logprobs: Sequence[float], text: str | None = None) -> Filed:
-        """Returns when the disk has it; `StoreError` if it does not take it."""
+        """Return when the answer is on the disk. Raises `StoreError` if it cannot be written."""
         letters = b"" if text is None else text.encode("utf-8", "replace")
         data = np.asarray(tokens, "<i4").tobytes() + np.asarray(logprobs, "<f4").tobytes() + letters
         future: asyncio.Future[Filed] = asyncio.get_running_loop().create_future()
@@ -141,7 +144,7 @@ class ColumnWriter:
         self._writing = None
 
     def _append(self, data: bytes) -> int:
-        """Where it begins. What a write that failed has left is skipped."""
+        """The offset at which the data begins, which is behind the remains of a write that failed."""
         offset, written = os.lseek(self._descriptor, 0, os.SEEK_END), 0
         while written < len(data):
             written += os.write(self._descriptor, memoryview(data)[written:])
@@ -150,13 +153,13 @@ class ColumnWriter:
 
 
 Stretch = tuple[Filed, int, int]
-"""Of an answer, the tokens from one position up to another."""
+"""The tokens of an answer from one position up to another."""
 
 
-class Kept(Sequence[T], Generic[T]):
-    """A column that lies in files: as long as it is, and read when somebody looks at its numbers.
+class LazyColumn(Sequence[T], Generic[T]):
+    """A column that lies in files: its length is known, and using its numbers reads the files.
 
-    It is made of stretches, so that a part of it, or two after each other, are unread too.
+    It consists of stretches of answers, so slices and concatenations of lazy columns are lazy as well.
     """
 
     __slots__ = ("_length", "column", "files", "stretches")
@@ -193,9 +196,9 @@ class Kept(Sequence[T], Generic[T]):
         return found if dtype is None else found.astype(dtype)
 
     def __eq__(self, other: object) -> bool:
-        if isinstance(other, Kept) and (self.column, self.stretches) == (other.column, other.stretches):
+        if isinstance(other, LazyColumn) and (self.column, self.stretches) == (other.column, other.stretches):
             return True
-        if not isinstance(other, Kept | tuple) or len(self) != len(other):
+        if not isinstance(other, LazyColumn | tuple) or len(self) != len(other):
             return False
         return tuple(self) == tuple(other)
 
@@ -206,16 +209,16 @@ class Kept(Sequence[T], Generic[T]):
         return f"<{self._length} {self.column} in {', '.join(sorted({filed.file for filed, *_ in self.stretches}))}>"
 
     @property
-    def text(self) -> "KeptText | None":
-        """Of the answer that this is the whole of; None: it is not, or has none."""
+    def text(self) -> "StoredText | None":
+        """The text of the answer; None where the column is not exactly one whole answer with a text."""
         if len(self.stretches) != 1:
             return None
         (filed, start, stop) = self.stretches[0]
-        return KeptText(self.files, filed) if stop - start == filed.tokens and filed.letters >= 0 else None
+        return StoredText(self.files, filed) if stop - start == filed.tokens and filed.letters >= 0 else None
 
 
 @dataclass(frozen=True, slots=True)
-class KeptText(Unread):
+class StoredText(LazyText):
     """The text of an answer that lies in files."""
 
     files: ColumnFiles
@@ -226,13 +229,13 @@ class KeptText(Unread):
 
 
 def joined(first: Sequence[T], second: Sequence[T]) -> Sequence[T]:
-    """One after the other; unread where both are."""
+    """One sequence after the other; a lazy column where both are lazy."""
     if not first or not second:
         return first or second
     found: Any = (first, second)
     match found:
-        case (Kept(), Kept()):
-            found = Kept(found[0].files, found[0].column, _merged((*found[0].stretches, *found[1].stretches)))
+        case (LazyColumn(), LazyColumn()):
+            found = LazyColumn(found[0].files, found[0].column, _merged((*found[0].stretches, *found[1].stretches)))
         case (Runs(), Runs()):
             found = Runs((*found[0].runs, *found[1].runs))
         case _:
@@ -241,7 +244,7 @@ def joined(first: Sequence[T], second: Sequence[T]) -> Sequence[T]:
 
 
 def record_of(stretches: Sequence[Stretch]) -> list[list[Any]]:
-    """As JSON: file, offset, tokens, letters and checksum of each answer, and the stretch of it."""
+    """Stretches as JSON: file, offset, tokens, letters and checksum of each answer, then start and stop."""
     return [[*filed.record, start, stop] for filed, start, stop in stretches]
 
 
@@ -260,7 +263,7 @@ def _cut(stretches: Sequence[Stretch], start: int, stop: int) -> tuple[Stretch, 
 
 
 def _merged(stretches: Sequence[Stretch]) -> tuple[Stretch, ...]:
-    """Two of one answer that meet are one."""
+    """The same stretches, with those of one answer that touch joined."""
     found = list[Stretch]()
     for filed, start, stop in stretches:
         meets = found and (found[-1][0], found[-1][2]) == (filed, start)
@@ -269,7 +272,7 @@ def _merged(stretches: Sequence[Stretch]) -> tuple[Stretch, ...]:
 
 
 def _settle(future: "asyncio.Future[Filed]", filed: Filed | None = None, error: Exception | None = None) -> None:
-    """Unless who asked is gone."""
+    """Settle the future, unless its caller was cancelled."""
     if future.done():
         return
     if error is not None:

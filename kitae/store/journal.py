@@ -27,7 +27,7 @@ from statistics import fmean
 from typing import Any
 
 from kitae.errors import CorruptError, DiskFullError, StoreError
-from kitae.store.columns import FOLDER, Kept, column_files
+from kitae.store.columns import FOLDER, LazyColumn, column_files
 from kitae.store.disk import flush
 from kitae.store.journal_rows import (
     arrays_of,
@@ -256,7 +256,7 @@ class Journal:
         """With the values of what lies in files that are not beside this journal."""
 
         def own(s: Segment) -> Segment:
-            if not isinstance(s.tokens, Kept) or s.tokens.files.folder == self.columns.folder:
+            if not isinstance(s.tokens, LazyColumn) or s.tokens.files.folder == self.columns.folder:
                 return s
             return replace(s, tokens=tuple(s.tokens), logprobs=tuple(s.logprobs), versions=tuple(s.versions))
 

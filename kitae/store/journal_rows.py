@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from kitae.errors import StoreError
-from kitae.store.columns import ColumnFiles, Kept, KeptText, joined, record_of, stretches_of
+from kitae.store.columns import ColumnFiles, LazyColumn, StoredText, joined, record_of, stretches_of
 from kitae.types import Chain, FinishReason, Message, Rollout, Runs, Score, Segment, ToolCall
 from kitae.workers.frames import pack_frame, unpack_frame
 
@@ -47,14 +47,14 @@ def shape_of(s: Segment) -> list[Any]:
     """`["model", 512, null, [[3, 512]], [["engine-0-5f3c9a1e", 6148, …]]]` where its columns lie in files: the runs of
     its versions, and where."""
     reward = [] if s.reward is None else [s.reward]
-    if not isinstance(s.tokens, Kept):
+    if not isinstance(s.tokens, LazyColumn):
         return [s.source, len(s.tokens), *reward]
     return [s.source, len(s.tokens), s.reward, Runs.of(s.versions).runs, record_of(s.tokens.stretches)]
 
 
 def arrays_of(segments: Sequence[Segment]) -> tuple[bytes, bytes, bytes]:
     """Tokens, log-probs and versions, of all segments one after the other, but for those that lie in files."""
-    own = [s for s in segments if not isinstance(s.tokens, Kept)]
+    own = [s for s in segments if not isinstance(s.tokens, LazyColumn)]
     runs = [run for s in own for run in Runs.of(s.versions).runs]
     return (
         b"".join(np.array(s.tokens, dtype=np.int32).tobytes() for s in own),
@@ -107,17 +107,17 @@ class _Values:
         experts = self._experts.get(str(self._number))
         self._number += 1
         if record is not None:
-            return Segment(source, *self._files.kept(stretches_of(record)), Runs(runs), reward, experts)
+            return Segment(source, *self._files.lazy(stretches_of(record)), Runs(runs), reward, experts)
         part = slice(self._start, self._start + length)
         self._start += length
         tokens, logprobs, versions = (tuple(column[part]) for column in self._columns)
         return Segment(source, tokens, logprobs, versions, reward, experts)
 
 
-def _only_text(segments: Sequence[Segment]) -> KeptText | None:
+def _only_text(segments: Sequence[Segment]) -> StoredText | None:
     """The text of a rollout that is one answer, with its text in a file."""
     tokens = segments[0].tokens if len(segments) == 1 else ()
-    return tokens.text if isinstance(tokens, Kept) else None
+    return tokens.text if isinstance(tokens, LazyColumn) else None
 
 
 def messages_of_text(text: str) -> tuple[Message, ...]:
@@ -157,7 +157,7 @@ def extended(r: Rollout, more: Segment, finish: FinishReason) -> Rollout:
 def problem_of(r: Rollout) -> str:
     """Why what it has in files cannot be read; nothing: it can, or it has nothing there."""
     try:
-        for kept in (s.tokens for s in r.segments if isinstance(s.tokens, Kept)):
+        for kept in (s.tokens for s in r.segments if isinstance(s.tokens, LazyColumn)):
             np.asarray(kept)  # an answer is read as a whole, and so is its checksum
     except StoreError as error:
         return str(error)

@@ -38,7 +38,7 @@ from kitae.store.checkpoints import Frontier
 from kitae.store.journal import NoJournal
 from kitae.store.run_folder import RunStore
 from kitae.trainer.learner import Learner, Learnt, no_wait
-from kitae.types import Group, Message, Prompt, Score, Unread
+from kitae.types import Group, LazyText, Message, Prompt, Score
 
 _STALL = 60.0  # real seconds without any movement: then there is a deadlock
 _STANDARD = NormalDist()
@@ -406,7 +406,7 @@ class _Judge:
         self._seconds = seconds
         self._turns: dict[str, Iterator[int]] = {}
 
-    async def score(self, response: str | Unread, reference: Any, context: Mapping[str, Any]) -> Score:
+    async def score(self, response: str | LazyText, reference: Any, context: Mapping[str, Any]) -> Score:
         await asyncio.sleep(self._seconds)
         turn = next(self._turns.setdefault(reference, count()))
         return Score(float(turn % 2) if context["signal"] else 0.0)

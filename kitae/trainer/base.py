@@ -14,7 +14,7 @@ from kitae.algorithms.control import Coefficients
 from kitae.observe.meter import Totals
 from kitae.types import FloatArray, Sample, SampleKey
 from kitae.weights.base import Manifest, Mode
-from kitae.weights.published_version import Board
+from kitae.weights.published_version import WeightStore
 
 THREADS = "kitae-trainer"
 """Prefix of the names of a trainer's threads, if it has any. The watchdog checks that they make progress."""
@@ -116,7 +116,7 @@ class Trainer(Protocol):
     async def finish_step(self, step: int) -> None:
         """Comes after all updates of a step. A reference that moves is refreshed here."""
 
-    async def open_board(self, transport: str, mode: Mode, settings: Mapping[str, Any]) -> Board:
+    async def open_weight_store(self, transport: str, mode: Mode, settings: Mapping[str, Any]) -> WeightStore:
         """Comes before the first `publish`. Returns where engines with weights of their own find the last version.
 
         settings: of the transport (`kitae.weights.transports`); a host among them is that of the publishing process.

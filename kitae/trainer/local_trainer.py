@@ -17,7 +17,7 @@ from kitae.trainer.training_worker import Worker
 from kitae.types import Sample
 from kitae.weights.base import Manifest, Mode
 from kitae.weights.probe import score_probe
-from kitae.weights.published_version import Board
+from kitae.weights.published_version import WeightStore
 from kitae.weights.transports import OwnPublisher, make_publisher
 
 T = TypeVar("T")
@@ -106,7 +106,7 @@ class LocalTrainer:
     async def load(self, folder: Path) -> None:
         await self._run(self._compute, lambda: self.worker.load(folder))
 
-    async def open_board(self, transport: str, mode: Mode, settings: Mapping[str, Any]) -> Board:
+    async def open_weight_store(self, transport: str, mode: Mode, settings: Mapping[str, Any]) -> WeightStore:
         self._publisher = await asyncio.to_thread(make_publisher, transport, mode, **settings)
         return self._publisher
 

@@ -20,9 +20,9 @@ from typing import Any
 
 import numpy as np
 
-from kitae.store.columns import Filed, Kept, column_files
+from kitae.store.columns import Filed, LazyColumn, column_files
 from kitae.trainer.parallel.rank_frames import Arrays, Header
-from kitae.types import Late, Sample, SampleKey
+from kitae.types import LazyArray, Sample, SampleKey
 from kitae.workers.frames import Array
 
 _PLAIN, _RUNS, _FILED = 0, 1, 2  # kinds of pieces
@@ -71,14 +71,14 @@ def samples_of_wire(header: Header, arrays: Mapping[str, Array]) -> tuple[list[l
 
 def _columns(s: Sample) -> Iterable[tuple[str, str, Sequence[Any]]]:
     """Name, dtype and parts of each column of a sample."""
-    yield _TOKENS, "<i4", s.tokens_T.parts[1:] if isinstance(s.tokens_T, Late) else [s.tokens_T[s.prompt_length :]]
+    yield _TOKENS, "<i4", s.tokens_T.parts[1:] if isinstance(s.tokens_T, LazyArray) else [s.tokens_T[s.prompt_length :]]
     yield _MASK, "?", [s.mask_T]
     yield _WEIGHT, "<f4", [s.weight_T[s.mask_T]]
     for name, values in s.columns.items():
-        yield _OWN + name, "<f4", _at_loss(values, s) if isinstance(values, Late) else [s.loss(name)]
+        yield _OWN + name, "<f4", _at_loss(values, s) if isinstance(values, LazyArray) else [s.loss(name)]
 
 
-def _at_loss(values: Late, s: Sample) -> list[Any]:
+def _at_loss(values: LazyArray, s: Sample) -> list[Any]:
     """The parts of a column at loss tokens, left unread where possible; at least one."""
     found, at = [], 0
     for part in values.parts:
@@ -115,7 +115,7 @@ class _Places:
     folder: str = ""
     files: dict[str, int] = field(default_factory=dict)
 
-    def numbers(self, kept: Kept[Any]) -> list[list[int]]:
+    def numbers(self, kept: LazyColumn[Any]) -> list[list[int]]:
         self.folder = str(kept.files.folder)
         return [
             [self.files.setdefault(filed.file, len(self.files)), *filed.record[1:], start, stop]
@@ -141,7 +141,7 @@ class _Sent:
         self._stretches: list[list[int]] = []
 
     def add(self, sample: int, part: Any) -> None:
-        if isinstance(part, Kept):
+        if isinstance(part, LazyColumn):
             self._pieces.append((sample, _FILED, len(part.stretches)))
             self._stretches += self._places.numbers(part)
             return

@@ -32,7 +32,7 @@ from typing import Any, Self
 from kitae.clients.http_client import close_clients
 from kitae.errors import StoreError, VerifierError
 from kitae.plugins import is_plugin
-from kitae.types import Prompt, Score, Unread
+from kitae.types import LazyText, Prompt, Score
 from kitae.verifiers.base import TimeoutMeaning
 from kitae.verifiers.score_calls import as_score, check_params
 from kitae.verifiers.verifier_registry import VERIFIERS
@@ -152,7 +152,7 @@ class VerifierPool:
         for worker in self._workers:
             self._idle.put(worker)
 
-    async def score(self, response: str | Unread, reference: Any, context: Mapping[str, Any] = _NOTHING) -> Score:
+    async def score(self, response: str | LazyText, reference: Any, context: Mapping[str, Any] = _NOTHING) -> Score:
         if not self._running:
             raise VerifierError("a verifier pool scores between start() and close(), got a call outside")
         score = await self._judged(response, reference, context)
@@ -160,7 +160,7 @@ class VerifierPool:
         self.stats.errors += not score.valid
         return score
 
-    async def _judged(self, response: str | Unread, reference: Any, context: Mapping[str, Any]) -> Score:
+    async def _judged(self, response: str | LazyText, reference: Any, context: Mapping[str, Any]) -> Score:
         """A text that lies in a file is read first; where it cannot be, there is nothing to judge."""
         try:
             text = response if isinstance(response, str) else await asyncio.to_thread(str, response)

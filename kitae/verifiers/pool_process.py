@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from kitae.errors import KitaeError
-from kitae.store.columns import Filed, KeptText, column_files
+from kitae.store.columns import Filed, StoredText, column_files
 from kitae.verifiers.pool import VerifierPool
 from kitae.workers.frames import pack_frame, read_frame
 
@@ -91,8 +91,8 @@ class _Host:
             self.send({"tick": asdict(pool.stats)})
 
 
-def _response(wired: Any) -> str | KeptText:
+def _response(wired: Any) -> str | StoredText:
     """A text, or where it lies."""
     if isinstance(wired, str):
         return wired
-    return KeptText(column_files(Path(wired["folder"])), Filed(*wired["filed"]))
+    return StoredText(column_files(Path(wired["folder"])), Filed(*wired["filed"]))

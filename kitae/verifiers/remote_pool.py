@@ -18,8 +18,8 @@ from types import MappingProxyType
 from typing import Any, Self
 
 from kitae.errors import KitaeError, VerifierError
-from kitae.store.columns import KeptText
-from kitae.types import Prompt, Score, Unread
+from kitae.store.columns import StoredText
+from kitae.types import LazyText, Prompt, Score
 from kitae.verifiers.config import VerifierConfig
 from kitae.verifiers.pool import PoolStats, gold_of
 from kitae.workers.background_tasks import Chores
@@ -98,7 +98,7 @@ class HostedPool:
         for host in [each for each in self._hosts if each.lost is not None]:
             self._on_loss(host)  # while the others were started
 
-    async def score(self, response: str | Unread, reference: Any, context: Mapping[str, Any] = _NOTHING) -> Score:
+    async def score(self, response: str | LazyText, reference: Any, context: Mapping[str, Any] = _NOTHING) -> Score:
         if not self._running:
             raise VerifierError("a verifier pool scores between start() and close(), got a call outside")
         job = {"response": wired(response), "reference": reference, "context": dict(context)}
@@ -241,9 +241,9 @@ class _Hosted(Link):
         self._report_loss(self)
 
 
-def wired(response: str | Unread) -> Any:
+def wired(response: str | LazyText) -> Any:
     """A text, or where it lies: the host reads it there."""
-    if not isinstance(response, KeptText):
+    if not isinstance(response, StoredText):
         return str(response)
     return {"folder": str(response.files.folder), "filed": response.filed.record}
 

@@ -16,16 +16,16 @@ from kitae.errors import EngineError
 from kitae.weights.base import Address, Manifest, Mode
 from kitae.weights.chunks import Chunk, delta_chunks, image_chunks
 from kitae.weights.layout import LIMIT
-from kitae.weights.publisher import ShelfPublisher
+from kitae.weights.publisher import BucketPublisher
 from kitae.weights.receiver import PullReceiver
-from kitae.weights.stores import FolderStore, NamedShelf
+from kitae.weights.stores import FolderStore, NamedBuckets
 
 _PATIENCE = 2.0  # seconds until a file must be seen: file systems of networks may show it late
 _LOOK_AGAIN = 0.1
 
 
-class FilePublisher(ShelfPublisher):
-    """A `ShelfPublisher` over a folder, which it has to itself: what an earlier one has left there is removed.
+class FilePublisher(BucketPublisher):
+    """A `BucketPublisher` over a folder, which it has to itself: what an earlier one has left there is removed.
 
     folder: None: a temporary one, for engines on this machine. `close` removes what was published.
     """
@@ -46,7 +46,7 @@ class FilePublisher(ShelfPublisher):
         store = FolderStore(self.folder)
         store.keep(())
         store.sweep()
-        super().__init__(NamedShelf(store, former=1), mode, dense=dense, limit=limit)
+        super().__init__(NamedBuckets(store, former=1), mode, dense=dense, limit=limit)
 
     @property
     def address(self) -> Address:

@@ -14,13 +14,13 @@ from kitae.weights.base import Address, Mode
 from kitae.weights.bucket_server import ChunkServer, Shop
 from kitae.weights.downloads import Downloads, Haste
 from kitae.weights.layout import LIMIT
-from kitae.weights.publisher import ShelfPublisher
+from kitae.weights.publisher import BucketPublisher
 from kitae.weights.receiver import PullReceiver
-from kitae.weights.stores import HeapStore, NamedShelf
+from kitae.weights.stores import HeapStore, NamedBuckets
 
 
-class HttpPublisher(ShelfPublisher, Shop):
-    """A `ShelfPublisher` that serves what it has published.
+class HttpPublisher(BucketPublisher, Shop):
+    """A `BucketPublisher` that serves what it has published.
 
     host: the address of this machine under which receivers reach it, and the only one at which it listens. secret: that
     they must know; "": a new one. haste: of receivers.
@@ -38,7 +38,7 @@ class HttpPublisher(ShelfPublisher, Shop):
         limit: int = LIMIT,
     ) -> None:
         self.store = HeapStore()
-        super().__init__(NamedShelf(self.store), mode, dense=dense, limit=limit)
+        super().__init__(NamedBuckets(self.store), mode, dense=dense, limit=limit)
         self.secret = secret or secrets.token_urlsafe(32)
         self.haste = haste or Haste()
         self._server = ChunkServer(self, self.secret, host=host, port=port)

@@ -21,7 +21,7 @@ from kitae.weights.bucket_server import ChunkServer, Shop
 from kitae.weights.cuda_memory import CudaMemory
 from kitae.weights.downloads import Downloads, Haste
 from kitae.weights.layout import LIMIT, starts
-from kitae.weights.publisher import ShelfPublisher
+from kitae.weights.publisher import BucketPublisher
 from kitae.weights.receiver import PullReceiver
 
 
@@ -37,18 +37,18 @@ class DeviceMemory(Protocol):
     def synchronize(self) -> None: ...
 
 
-class IpcPublisher(ShelfPublisher, Shop):
-    """A `ShelfPublisher` over memory of the current CUDA device. `close` it after the engines that fetch from it.
+class IpcPublisher(BucketPublisher, Shop):
+    """A `BucketPublisher` over memory of the current CUDA device. `close` it after the engines that fetch from it.
 
     memory: another one, which the receivers must have too.
     """
 
-    shelf: "_DeviceShelf"
+    bucket_store: "_DeviceBuckets"
 
     def __init__(self, mode: Mode = "full", *, memory: DeviceMemory | None = None, limit: int = LIMIT) -> None:
         if mode != "full":
             raise EngineError(f"weights by ipc are always sent in full: the mode must be 'full', got {mode!r}")
-        super().__init__(_DeviceShelf(memory or CudaMemory()), mode, limit=limit)
+        super().__init__(_DeviceBuckets(memory or CudaMemory()), mode, limit=limit)
         self._secret = secrets.token_urlsafe(32)
         self._server = ChunkServer(self, self._secret)
 
@@ -62,11 +62,11 @@ class IpcPublisher(ShelfPublisher, Shop):
         super().close()
 
     def call(self, member: str, what: str, body: dict[str, Any]) -> dict[str, Any] | None:
-        return {"handle": self.shelf.handle, "size": len(self.shelf.image)} if what == "handle" else None
+        return {"handle": self.bucket_store.handle, "size": len(self.bucket_store.image)} if what == "handle" else None
 
 
-class _DeviceShelf:
-    """Implements `kitae.weights.publisher.Shelf`: buckets that follow each other and are written in place."""
+class _DeviceBuckets:
+    """Implements `kitae.weights.publisher.BucketStore`: buckets that follow each other and are written in place."""
 
     def __init__(self, memory: DeviceMemory) -> None:
         self.device = memory.device

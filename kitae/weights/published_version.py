@@ -1,7 +1,7 @@
-"""Where an engine's owner reads what was published last: the notice board between a publisher and those who fetch.
+"""The version of the weights that was published last, for the owners of engines that fetch it.
 
-Nobody may fetch while the next version is written over the last. So whoever tells a receiver to fetch does so inside
-`hold`, and a version is published while the board is `closed`, which waits until nobody holds it.
+A receiver must not fetch while the next version is written over the last one. So the owner of an engine lets it fetch
+inside `hold`, and a publisher publishes inside `write` of the lock, which waits until nobody holds the version.
 """
 
 import asyncio
@@ -15,16 +15,17 @@ from kitae.weights.base import Address, Manifest
 _POLL = 0.005  # seconds
 
 
-class Board(Protocol):
-    """`hold` gives what can be fetched, which stays so meanwhile; None: nothing was published yet."""
+class WeightStore(Protocol):
+    """`hold` gives the manifest of the version that can be fetched, which stays unchanged until `hold` is left; None:
+    nothing was published yet."""
 
     @property
     def address(self) -> Address: ...
     def hold(self) -> AbstractAsyncContextManager[Manifest | None]: ...
 
 
-class EmptyBoard:
-    """Of weights that never change: nothing is published."""
+class EmptyWeightStore:
+    """The store of weights that never change: nothing is published."""
 
     address = Address("none", {})
 
@@ -33,67 +34,67 @@ class EmptyBoard:
         yield None
 
 
-class Gate:
-    """Many may be inside, or one has closed it. Closing waits until all have left, and nobody new enters meanwhile.
+class ReadWriteLock:
+    """Many readers or one writer. A writer waits until all readers have left, and no reader enters meanwhile.
 
-    Tasks enter it; a thread closes it with `closed`, a task with `closing`.
+    Readers are tasks; a writer is a thread (`write`) or a task (`write_async`).
     """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._inside = 0
-        self._closed = False
+        self._readers = 0
+        self._writing = False
 
     @asynccontextmanager
-    async def held(self) -> AsyncIterator[None]:
-        while not self._enter():  # the other side of the gate may be a thread
+    async def read(self) -> AsyncIterator[None]:
+        while not self._begin_read():  # the writer may be a thread
             await asyncio.sleep(_POLL)
         try:
             yield
         finally:
-            self._leave()
+            self._end_read()
 
     @contextmanager
-    def closed(self) -> Iterator[None]:
+    def write(self) -> Iterator[None]:
         with self._changed:
-            self._changed.wait_for(lambda: not self._closed)
-            self._closed = True
-            self._changed.wait_for(lambda: not self._inside)
+            self._changed.wait_for(lambda: not self._writing)
+            self._writing = True
+            self._changed.wait_for(lambda: not self._readers)
         try:
             yield
         finally:
-            self._open()
+            self._end_write()
 
     @asynccontextmanager
-    async def closing(self) -> AsyncIterator[None]:
-        while not self._close():
+    async def write_async(self) -> AsyncIterator[None]:
+        while not self._begin_write():
             await asyncio.sleep(_POLL)
         try:
-            while self._inside:
+            while self._readers:
                 await asyncio.sleep(_POLL)
             yield
         finally:
-            self._open()
+            self._end_write()
 
-    def _enter(self) -> bool:
-        """Whether it was open; does not wait."""
+    def _begin_read(self) -> bool:
+        """Whether there was no writer; does not wait."""
         with self._changed:
-            self._inside += not self._closed
-            return not self._closed
+            self._readers += not self._writing
+            return not self._writing
 
-    def _leave(self) -> None:
+    def _end_read(self) -> None:
         with self._changed:
-            self._inside -= 1
+            self._readers -= 1
             self._changed.notify_all()
 
-    def _close(self) -> bool:
-        """Whether nobody else had."""
+    def _begin_write(self) -> bool:
+        """Whether there was no other writer."""
         with self._changed:
-            free = not self._closed
-            self._closed = True
+            free = not self._writing
+            self._writing = True
             return free
 
-    def _open(self) -> None:
+    def _end_write(self) -> None:
         with self._changed:
-            self._closed = False
+            self._writing = False
             self._changed.notify_all()

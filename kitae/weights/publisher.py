@@ -1,6 +1,6 @@
 """The part of publishing that is the same for every transport: lay out, compare, sum up, write bucket by bucket.
 
-A transport brings the `Shelf` on which the buckets lie, and a way for receivers to read them.
+A transport brings the `BucketStore` on which the buckets lie, and a way for receivers to read them.
 """
 
 import time
@@ -20,10 +20,10 @@ from kitae.weights.bits import bits, copy, integers, raw
 from kitae.weights.checksum import Checksum
 from kitae.weights.delta import Encoder, changed_positions
 from kitae.weights.layout import LIMIT, lay_out, pieces
-from kitae.weights.published_version import Gate
+from kitae.weights.published_version import ReadWriteLock
 
 
-class Shelf(Protocol):
+class BucketStore(Protocol):
     """Where a publisher keeps the buckets of the image and of the delta: bytes, as flat tensors of uint8 on `device`.
 
     `reserve` is called once, with the sizes of the image's buckets. `read` gives a bucket as it was put last. `draft`
@@ -43,37 +43,39 @@ class Shelf(Protocol):
     def close(self) -> None: ...
 
 
-class ShelfPublisher:
-    """Implements `kitae.weights.base.Publisher` but for `address`, and `kitae.weights.published_version.Board`.
+class BucketPublisher:
+    """Implements `kitae.weights.base.Publisher` but for `address`, and `kitae.weights.published_version.WeightStore`.
 
     mode: "full" always sends everything; "delta" sends what changed where no more than the share `dense` of all values
     did. On one machine "full" is faster: copying everything costs less than looking for what changed. A delta is for
     memory or a wire that must carry fewer bytes. limit: bytes of a bucket.
 
-    A tensor is made whole, written and let go before the next one. The image is on the shelf, which is never the memory
-    of the trainer's device unless the transport says so.
+    A tensor is made whole, written and let go before the next one. The image is in the bucket store, which is never the
+    memory of the trainer's device unless the transport says so.
     """
 
-    def __init__(self, shelf: Shelf, mode: Mode = "full", *, dense: float = 0.5, limit: int = LIMIT) -> None:
+    def __init__(
+        self, bucket_store: BucketStore, mode: Mode = "full", *, dense: float = 0.5, limit: int = LIMIT
+    ) -> None:
         self.mode = mode
         self.dense = dense
-        self.shelf = shelf
+        self.bucket_store = bucket_store
         self._limit = limit
         self._manifest: Manifest | None = None  # of the last version that was written whole
         self._whole = False  # the image holds what the manifest says
         self._closed = False
         self._entries: tuple[Entry, ...] = ()
         self._sizes: tuple[int, ...] = ()
-        self._gate = Gate()
+        self._lock = ReadWriteLock()
 
     @asynccontextmanager
     async def hold(self) -> AsyncIterator[Manifest | None]:
         """What can be fetched, which stays so meanwhile; None: nothing was published yet."""
-        async with self._gate.held():
+        async with self._lock.read():
             yield self._manifest
 
     def publish(self, version: int, tensors: Mapping[str, Tensor], *, in_full: bool = False) -> Manifest:
-        with self._gate.closed():
+        with self._lock.write():
             if self._closed:
                 raise EngineError(f"version {version} cannot be published: the publisher is closed")
             began = time.perf_counter()
@@ -83,29 +85,29 @@ class ShelfPublisher:
             written = self._write(version, tensors, base)
             self._manifest = replace(written, seconds=time.perf_counter() - began)
             self._whole = True
-            self.shelf.announce(self._manifest)
+            self.bucket_store.announce(self._manifest)
             return self._manifest
 
     def close(self) -> None:
         """After a `publish` that is under way."""
-        with self._gate.closed():
+        with self._lock.write():
             self._closed = True
-            self.shelf.close()
+            self.bucket_store.close()
 
     def _write(self, version: int, tensors: Mapping[str, Tensor], base: Manifest | None) -> Manifest:
         values = sum(tensor.numel() for tensor in tensors.values())
         most = None if base is None else int(self.dense * values)
-        work = _Edition(self.shelf, self._sizes, most, self._limit)
+        work = _Snapshot(self.bucket_store, self._sizes, most, self._limit)
         for entry in self._entries:
-            work.add(entry, whole(tensors[entry.name]).to(self.shelf.device).contiguous())
+            work.add(entry, whole(tensors[entry.name]).to(self.bucket_store.device).contiguous())
         buckets = work.finish()
         complete = Manifest(version, None, self._entries, buckets, bytes=sum(entry.nbytes for entry in self._entries))
         if base is None or not work.compares:
-            self.shelf.put_delta((), ())
+            self.bucket_store.put_delta((), ())
             return complete
         encoder = work.encoder
         sums = tuple(Bucket(len(data), checksum_of(data)) for data in encoder.buckets)
-        self.shelf.put_delta(sums, encoder.buckets)
+        self.bucket_store.put_delta(sums, encoder.buckets)
         unchanged = 1 - work.changed / max(1, values)
         return replace(
             complete,
@@ -119,7 +121,7 @@ class ShelfPublisher:
     def _lay_out(self, tensors: Mapping[str, Tensor]) -> None:
         entries, sizes = lay_out(tensors, self._limit)
         if not self._sizes:
-            self.shelf.reserve(sizes)
+            self.bucket_store.reserve(sizes)
             self._entries, self._sizes = entries, sizes
         elif entries != self._entries:
             ours, theirs = ({entry.name: (entry.dtype, entry.shape) for entry in e} for e in (self._entries, entries))
@@ -128,16 +130,16 @@ class ShelfPublisher:
             raise EngineError(f"every weight update must have the same tensors as the first; {what}")
 
 
-class _Edition:
+class _Snapshot:
     """One version in the making. Tensors come in the order of the layout: a bucket is complete when another begins.
 
-    most: values that may differ from those on the shelf; None: nothing is compared.
+    most: values that may differ from those on the bucket_store; None: nothing is compared.
     """
 
-    def __init__(self, shelf: Shelf, sizes: Sequence[int], most: int | None, limit: int) -> None:
+    def __init__(self, bucket_store: BucketStore, sizes: Sequence[int], most: int | None, limit: int) -> None:
         self.changed = 0
         self.encoder = Encoder(limit)
-        self._shelf = shelf
+        self._shelf = bucket_store
         self._sizes = sizes
         self._most = most
         self._buckets: list[Bucket] = []  # that are complete

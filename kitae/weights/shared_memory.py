@@ -17,18 +17,18 @@ from kitae.errors import EngineError
 from kitae.weights.base import Address, Bucket, Manifest, Mode
 from kitae.weights.bits import copy
 from kitae.weights.layout import LIMIT, starts
-from kitae.weights.publisher import ShelfPublisher
+from kitae.weights.publisher import BucketPublisher
 from kitae.weights.receiver import PullReceiver
 
 
-class MemoryPublisher(ShelfPublisher):
-    """A `ShelfPublisher` over memory that engines' processes inherit. `close` it when done, after the engines that
+class MemoryPublisher(BucketPublisher):
+    """A `BucketPublisher` over memory that engines' processes inherit. `close` it when done, after the engines that
     fetch from it."""
 
     def __init__(self, mode: Mode = "full", *, dense: float = 0.5, limit: int = LIMIT) -> None:
-        shelf = _SharedShelf()
-        super().__init__(shelf, mode, dense=dense, limit=limit)
-        self.descriptors = (shelf.image.descriptor, shelf.delta.descriptor)
+        bucket_store = _SharedBuckets()
+        super().__init__(bucket_store, mode, dense=dense, limit=limit)
+        self.descriptors = (bucket_store.image.descriptor, bucket_store.delta.descriptor)
 
     @property
     def address(self) -> Address:
@@ -78,8 +78,8 @@ def _read(memory: "_Memory", buckets: Sequence[Bucket], wanted: Sequence[int]) -
             continue
 
 
-class _SharedShelf:
-    """Implements `kitae.weights.publisher.Shelf`: buckets that follow each other and are written in place."""
+class _SharedBuckets:
+    """Implements `kitae.weights.publisher.BucketStore`: buckets that follow each other and are written in place."""
 
     device = torch.device("cpu")
 

@@ -90,8 +90,8 @@ class FolderStore:
                 (self.folder / name).unlink(missing_ok=True)
 
 
-class NamedShelf:
-    """Implements `kitae.weights.publisher.Shelf` over a store: a bucket that changed gets a new name.
+class NamedBuckets:
+    """Implements `kitae.weights.publisher.BucketStore` over a store: a bucket that changed gets a new name.
 
     former: how many versions before the newest stay readable.
     """

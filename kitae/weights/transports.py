@@ -11,11 +11,11 @@ from kitae.weights.broadcast import BroadcastPublisher, BroadcastReceiver
 from kitae.weights.file_transport import FilePublisher, FileReceiver
 from kitae.weights.http_transport import HttpPublisher, HttpReceiver
 from kitae.weights.ipc import IpcPublisher, IpcReceiver
-from kitae.weights.published_version import Board
+from kitae.weights.published_version import WeightStore
 from kitae.weights.shared_memory import MemoryPublisher, MemoryReceiver
 
 
-class OwnPublisher(Publisher, Board, Protocol):
+class OwnPublisher(Publisher, WeightStore, Protocol):
     """A publisher in this process, on which can be read what it has published."""
 
 

@@ -110,7 +110,7 @@ def test_two_processes_get_the_same_bits_and_damage_is_found(publisher: IpcPubli
             assert answer["damaged"] == [] and answer["sums"] == sums(tensors)
         for tensor in tensors.values():
             tensor.mul_(1.01)
-    publisher.shelf.read(1)[77] ^= 1
+    publisher.bucket_store.read(1)[77] ^= 1
     torch.cuda.synchronize()
     assert [other.fetch(manifest)["damaged"] for other in others] == [[1], [1]]
     again = publisher.publish(2, tensors, in_full=True)
@@ -171,7 +171,7 @@ def test_an_engine_in_its_own_process(tiny_policy: Callable[..., Policy], tiny_f
                 assert await engine.update_weights(WeightUpdate(version, manifest)) == version
                 (probe,) = await engine.probe()
                 assert probe.version == version and probe.gap(score_probe(policy)) < 1e-4
-            publisher.shelf.read(0)[5] ^= 1
+            publisher.bucket_store.read(0)[5] ^= 1
             torch.cuda.synchronize()
             with pytest.raises(WeightsDamaged):
                 await engine.update_weights(WeightUpdate(3, manifest))

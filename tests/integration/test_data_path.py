@@ -17,7 +17,7 @@ from kitae.api import resume
 from kitae.engines import start_engine
 from kitae.errors import CorruptError
 from kitae.run.recompute_step import replay
-from kitae.store.columns import ColumnFiles, Contents, Filed, Kept, KeptText
+from kitae.store.columns import ColumnFiles, Contents, Filed, LazyColumn, StoredText
 from kitae.store.journal import Journal
 from kitae.store.journal_rows import problem_of
 from kitae.ui.queries import RolloutFilter, rollouts
@@ -130,7 +130,7 @@ def test_commands_read_answers_where_they_lie(long: Made, value: Made) -> None:
     journals = [Journal(run / "journal.sqlite", read_only=True) for run in (kept, came)]
     for number in range(4):
         for a, b in zip(*(journal.rollouts(number) for journal in journals), strict=True):
-            assert isinstance(a.segments[0].tokens, Kept) and isinstance(a.text, KeptText)
+            assert isinstance(a.segments[0].tokens, LazyColumn) and isinstance(a.text, StoredText)
             assert a.segments[0].tokens == b.segments[0].tokens and str(a.text) == b.text and a.score == b.score
             assert tuple(a.segments[0].logprobs) == pytest.approx(b.segments[0].logprobs, abs=1e-5)
         assert [s.text for s in group(kept, number).samples] == [s.text for s in group(came, number).samples]
@@ -154,7 +154,7 @@ def test_nothing_is_trained_on_a_damaged_answer(short: Made, tmp_path: Path) -> 
     trained = next(group for step in (1, 2) for group in journal.batch(step)[0])
     journal.close()
     tokens = trained.valid[0].segments[0].tokens
-    assert isinstance(tokens, Kept)
+    assert isinstance(tokens, LazyColumn)
     filed = tokens.stretches[0][0]
     path = run / "columns" / filed.file
     data = bytearray(path.read_bytes())

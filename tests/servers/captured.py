@@ -22,7 +22,7 @@ from kitae.envs.config import EnvConfig
 from kitae.envs.environment_registry import open_world
 from kitae.envs.rollouts import Episodes
 from kitae.models.load import find_model
-from kitae.serving.base import Answer, Ask, Heard, Model
+from kitae.serving.base import Answer, Ask, Model, OnTokens
 from kitae.types import Chain, Message, Prompt, Rollout, Score, Turn
 
 HERE = Path(__file__).parent
@@ -103,9 +103,9 @@ class Overheard:
     def chat(self) -> Chat:
         return self._model.chat
 
-    async def ask(self, ask: Ask, heard: Heard | None = None) -> Answer:
+    async def ask(self, ask: Ask, on_tokens: OnTokens | None = None) -> Answer:
         self._asks.append(ask)
-        return await self._model.ask(ask, heard)
+        return await self._model.ask(ask, on_tokens)
 
 
 class Judge:

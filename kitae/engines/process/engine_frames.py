@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from kitae.engines.base import Request, Sampled, SamplingParams
-from kitae.store.columns import Kept, Stretch, column_files, record_of, stretches_of
+from kitae.store.columns import LazyColumn, Stretch, column_files, record_of, stretches_of
 from kitae.types import ExpertArray, Runs
 from kitae.workers.frames import Array, Frame, pack_frame
 
@@ -24,7 +24,7 @@ def pack_sampled(header: Mapping[str, Any], sampled: Sampled, experts: ExpertArr
 
 def kept(folder: Path, stretches: tuple[Stretch, ...], versions: Runs) -> Sampled:
     """What lies in a folder, unread."""
-    return Sampled(*column_files(folder).kept(stretches), versions)
+    return Sampled(*column_files(folder).lazy(stretches), versions)
 
 
 def pack_request(number: int, request: Request) -> bytes:
@@ -66,7 +66,7 @@ def request_of(frame: Frame) -> Request:
 
 def _parts(sampled: Sampled) -> tuple[dict[str, Any], dict[str, Array]]:
     """For the header and for the arrays of a frame."""
-    if isinstance(sampled.tokens, Kept):
+    if isinstance(sampled.tokens, LazyColumn):
         folder, stretches = str(sampled.tokens.files.folder), record_of(sampled.tokens.stretches)
         return {"folder": folder, "stretches": stretches, "versions": Runs.of(sampled.versions).runs}, {}
     return {}, _arrays(sampled)

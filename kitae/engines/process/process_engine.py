@@ -28,7 +28,7 @@ from kitae.errors import EngineError, EngineLost, RequestError, WeightsDamaged
 from kitae.models.config import ModelConfig
 from kitae.weights.base import Manifest
 from kitae.weights.probe import Probe
-from kitae.weights.published_version import Board
+from kitae.weights.published_version import WeightStore
 from kitae.workers.base import Cluster, Duty
 from kitae.workers.connection import Deadlines, PostLost
 from kitae.workers.frames import Frame, pack_frame
@@ -44,14 +44,14 @@ log = logging.getLogger("kitae")
 class ProcessEngine:
     """Implements `kitae.engines.base.Engine`. `close` it when done.
 
-        publisher = MemoryPublisher()  # which is a board too, and the caller's to close, after the engine
+        publisher = MemoryPublisher()  # which is a weight store too, and the caller's to close, after the engine
         engine = ProcessEngine(config.model, config.engine, publisher, threads=1, cores=[1], version=0)
         await engine.start()
 
     model: what the process loads, onto `model.device`. It serves the weights of that folder as `version` until the
     first is published, so a resumed run must send its weights before anything else.
     config: of the native engine.
-    board: where to read what was published, and how to fetch it; any number of engines may have the same.
+    weight_store: where to read what was published, and how to fetch it; any number of engines may have the same.
     cluster: who finds a place for the process, in `pool`; None: it is on this machine.
     threads: of torch in the process; None: as many as torch likes.
     cores: the processors it may use (Linux); None: all that this process may use.
@@ -76,7 +76,7 @@ class ProcessEngine:
         self,
         model: ModelConfig,
         config: EngineConfig,
-        board: Board,
+        weight_store: WeightStore,
         *,
         cluster: Cluster | None = None,
         pool: str = "",
@@ -106,7 +106,7 @@ class ProcessEngine:
         self._duty = Duty(
             name, "kitae.engines.process.engine_main", {}, pool, threads, None if cores is None else tuple(cores)
         )
-        self._board = board
+        self._weight_store = weight_store
         self._cluster = cluster or LocalCluster()
         self._version = version
         self._limits = limits or Deadlines()
@@ -241,7 +241,7 @@ class ProcessEngine:
 
     async def _start_one(self) -> Child:
         """A process with the current weights, at work on all that is in flight."""
-        address = self._board.address
+        address = self._weight_store.address
         setup = {**self._setup, "version": self._version, "address": asdict(replace(address, descriptors=()))}
         duty = replace(self._duty, setup=setup, descriptors=address.descriptors)
         child = await Child.start(
@@ -277,7 +277,7 @@ class ProcessEngine:
 
     async def _load_current(self, child: Child) -> None:
         """What was published last. Damaged weights end the engine, unless an update is under way, which sees it too."""
-        async with self._board.hold() as manifest:
+        async with self._weight_store.hold() as manifest:
             if manifest is None:
                 return
             damaged = await _load(child, manifest)
@@ -356,7 +356,7 @@ class ProcessEngine:
         async with self._updating:
             while True:
                 child = await self._ready()
-                async with self._board.hold() as current:
+                async with self._weight_store.hold() as current:
                     if update.manifest != current:
                         raise EngineError(
                             f"weight update {update.version} must be what was published last, got the manifest of "

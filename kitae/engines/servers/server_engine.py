@@ -21,7 +21,7 @@ from kitae.engines.servers.server_pool import Roster
 from kitae.engines.servers.weight_control import Steering
 from kitae.errors import EngineError, RequestError, root_cause
 from kitae.weights.probe import Probe
-from kitae.weights.published_version import Board
+from kitae.weights.published_version import WeightStore
 from kitae.workers.connection import Deadlines
 
 LIMITS = Deadlines(start=1800.0, answer=600.0, silence=30.0, stall=600.0, close=10.0)
@@ -30,8 +30,8 @@ LIMITS = Deadlines(start=1800.0, answer=600.0, silence=30.0, stall=600.0, close=
 class ServerEngine:
     """Implements `kitae.engines.base.Engine`. `close` it when done.
 
-    seats: where servers come from. board: where to read what was published. folder: where servers read it; the engine
-    closes it. decode: tokens into text, for stop strings. vocabulary, context: of the model. tolerance: the largest
+    seats: where servers come from. weight_store: what was published. folder: where servers read it; the engine closes
+    it. decode: tokens into text, for stop strings. vocabulary, context: of the model. tolerance: the largest
     difference between log-probs of the probe that rounding explains.
 
     A server serves when it has the weights that were published last, says their version, and scores the probe as they
@@ -44,7 +44,7 @@ class ServerEngine:
     def __init__(
         self,
         seats: Sequence[Seat],
-        board: Board,
+        weight_store: WeightStore,
         folder: WeightsFolder,
         *,
         decode: Callable[[Sequence[int]], str],
@@ -61,7 +61,13 @@ class ServerEngine:
         self.roster = Roster(seats, limits, admit=self._admit, on_loss=self._lost, on_failure=self._ledger.fail)
         self._traffic = Traffic(self._ledger, self.roster, limits, decode)
         self._steering = Steering(
-            self.roster, self._traffic, board, folder, vocabulary=vocabulary, tolerance=tolerance, version=version
+            self.roster,
+            self._traffic,
+            weight_store,
+            folder,
+            vocabulary=vocabulary,
+            tolerance=tolerance,
+            version=version,
         )
 
     async def _admit(self, peer: Peer) -> None:

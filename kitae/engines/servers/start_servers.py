@@ -13,14 +13,14 @@ from kitae.engines.servers.vllm import VLLM
 from kitae.models.config import ModelConfig
 from kitae.models.load import load_policy, pick_device, pick_dtype
 from kitae.weights.probe import probe_tolerance
-from kitae.weights.published_version import Board
+from kitae.weights.published_version import WeightStore
 from kitae.workers.connection import Deadlines
 
 
 async def start_servers(
     model: ModelConfig,
     config: EngineConfig,
-    board: Board,
+    weight_store: WeightStore,
     version: int,
     cores: Sequence[Sequence[int]] = (),
     limits: Deadlines = LIMITS,
@@ -31,7 +31,7 @@ async def start_servers(
     dtype = str(pick_dtype(model.dtype, device)).removeprefix("torch.")
     own = model.model_copy(update={"device": "cpu", "dtype": dtype})
     copy = await asyncio.to_thread(load_policy, own)
-    folder = await asyncio.to_thread(WeightsFolder, copy, board.address, version, config.weights_folder)
+    folder = await asyncio.to_thread(WeightsFolder, copy, weight_store.address, version, config.weights_folder)
     dialect: Dialect = VLLM(own=bool(config.server)) if config.kind == "vllm" else SGLang()
     if config.urls:
         seats: list[Seat] = [GivenSeat(dialect, url, limits) for url in config.urls]
@@ -50,7 +50,7 @@ async def start_servers(
         ]
     engine = ServerEngine(
         seats,
-        board,
+        weight_store,
         folder,
         decode=lambda tokens: str(copy.tokenizer.decode(tokens, skip_special_tokens=False)),
         vocabulary=copy.vocabulary,

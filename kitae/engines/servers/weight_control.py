@@ -18,7 +18,7 @@ from kitae.engines.servers.server_pool import Roster
 from kitae.errors import EngineError, WeightsDamaged
 from kitae.weights.base import Manifest
 from kitae.weights.probe import Probe, probe_tokens
-from kitae.weights.published_version import Board
+from kitae.weights.published_version import WeightStore
 
 
 class Steering:
@@ -29,7 +29,7 @@ class Steering:
         self,
         roster: Roster,
         traffic: Traffic,
-        board: Board,
+        weight_store: WeightStore,
         folder: WeightsFolder,
         *,
         vocabulary: int,
@@ -39,7 +39,7 @@ class Steering:
         self.version = version
         self._roster = roster
         self._traffic = traffic
-        self._board = board
+        self._weight_store = weight_store
         self._folder = folder
         self._vocabulary = vocabulary
         self._tolerance = tolerance
@@ -80,7 +80,7 @@ class Steering:
 
     async def admit(self, peer: Peer) -> None:
         """Have a new server serve what was published last; `LineLost` or `Refusal`: it cannot."""
-        async with self._board.hold() as manifest:
+        async with self._weight_store.hold() as manifest:
             if manifest is not None:
                 await asyncio.to_thread(self._folder.take, manifest)
             expected = self._folder.probe
@@ -99,7 +99,7 @@ class Steering:
             raise EngineError(
                 f"weight update {update.version} must have a manifest: a server does not share the trainer's weights"
             )
-        async with self._updating, self._board.hold() as current:
+        async with self._updating, self._weight_store.hold() as current:
             if manifest != current:
                 raise EngineError(
                     f"weight update {update.version} must be what was published last, got the manifest of version "

@@ -35,18 +35,18 @@ from kitae.envs.config import read_params
 from kitae.envs.episode_processes import EpisodeProcesses, EpisodeProcessLost
 from kitae.errors import ConfigError
 from kitae.section import Section
-from kitae.serving.admission import Places
+from kitae.serving.admission import AdmissionControl
 from kitae.serving.app import chat_routes, make_app, name_routes
 from kitae.serving.base import Model
 from kitae.serving.fields import is_number
-from kitae.serving.handlers import Desk, Manners
+from kitae.serving.handlers import AnswerPolicy, ChatHandlers
 from kitae.serving.http_bodies import endpoint, json_response, read_fields
 from kitae.serving.refusals import Refused
-from kitae.serving.responses import Voice
+from kitae.serving.responses import AnswerRenderer
 from kitae.serving.running_server import serving
 from kitae.serving.server_metrics import Counters
 from kitae.serving.streamed_text import tells_early
-from kitae.serving.token_text import Spelling
+from kitae.serving.token_text import TokenText
 from kitae.types import Prompt
 
 _HOST = "127.0.0.1"
@@ -109,16 +109,18 @@ class CommandWorld:
         self._agents.pop(agent.token, None)
 
     def _app(self, chat: Chat) -> Starlette:
-        places = Places(_MOST_REQUESTS)
-        counters = Counters(places)
-        voice = Voice(_NAME, chat, Spelling(chat.tokenizer), tells_early(chat.tokenizer))
-        manners = Manners(tries=1, answer_anyway=True, any_name=True, ignored=_HINTS)
-        desk = Desk(lambda request: self._find(request).model, voice, places, manners=manners)
+        admission = AdmissionControl(_MOST_REQUESTS)
+        counters = Counters(admission)
+        renderer = AnswerRenderer(_NAME, chat, TokenText(chat.tokenizer), tells_early(chat.tokenizer))
+        answer_policy = AnswerPolicy(tries=1, answer_anyway=True, any_name=True, ignored=_HINTS)
+        handlers = ChatHandlers(
+            lambda request: self._find(request).model, renderer, admission, answer_policy=answer_policy
+        )
         own = [
             Route("/prompt", endpoint(self._prompt, counters), methods=["GET"]),
             Route("/reward", endpoint(self._reward, counters), methods=["POST"]),
         ]
-        asked = [*chat_routes(desk, counters), *name_routes(_NAME, 0, counters)]
+        asked = [*chat_routes(handlers, counters), *name_routes(_NAME, 0, counters)]
         routes = [Mount(_EPISODES, routes=[*asked, *own])]
         return make_app(routes, counters, name=_NAME, context=0, host=_HOST)
 

@@ -28,7 +28,7 @@ from kitae.trainer.parallel.rank_frames import totals_of_wire
 from kitae.trainer.sample_wire import samples_to_wire
 from kitae.types import Sample, SampleKey
 from kitae.weights.base import Address, Manifest, Mode
-from kitae.weights.published_version import Board, Gate
+from kitae.weights.published_version import ReadWriteLock, WeightStore
 from kitae.workers.base import Cluster, Duty
 from kitae.workers.connection import Deadlines, Link, PostLost
 from kitae.workers.frames import Array, Frame
@@ -67,7 +67,7 @@ class RankedTrainer:
         self._peers = c.tensor * c.sequence
         self._links: list[Link] = []
         self._turn, self._saving = asyncio.Lock(), asyncio.Lock()
-        self._board: RankBoard | None = None
+        self._weight_store: RankWeightStore | None = None
         self.updates = 0
 
     async def start(self) -> None:
@@ -143,20 +143,20 @@ class RankedTrainer:
     async def finish_step(self, step: int) -> None:
         await self._first("finish_step", step=step)
 
-    async def open_board(self, transport: str, mode: Mode, settings: Mapping[str, Any]) -> Board:
-        reply = await self._first("open_board", transport=transport, mode=mode, settings=dict(settings))
+    async def open_weight_store(self, transport: str, mode: Mode, settings: Mapping[str, Any]) -> WeightStore:
+        reply = await self._first("open_weight_store", transport=transport, mode=mode, settings=dict(settings))
         found = reply.header["address"]
-        self._board = RankBoard(Address(found["kind"], found["settings"]))
-        return self._board
+        self._weight_store = RankWeightStore(Address(found["kind"], found["settings"]))
+        return self._weight_store
 
     async def publish(self, version: int, *, in_full: bool = False) -> Manifest | None:
-        board = self._board
-        if board is None:
+        weight_store = self._weight_store
+        if weight_store is None:
             return None
-        async with board.change():
+        async with weight_store.change():
             reply = await self._first("publish", version=version, in_full=in_full)
-            board.manifest = Manifest.of(reply.header["manifest"])
-        return board.manifest
+            weight_store.manifest = Manifest.of(reply.header["manifest"])
+        return weight_store.manifest
 
     async def probe(self) -> tuple[float, ...]:
         return tuple((await self._first("probe")).header["logprobs"])
@@ -243,24 +243,24 @@ class RankedTrainer:
         raise error
 
 
-class RankBoard:
-    """Implements `kitae.weights.published_version.Board` for a publisher on a rank. manifest: of what it published
-    last.
+class RankWeightStore:
+    """Implements `kitae.weights.published_version.WeightStore` for a publisher on a rank. manifest: that of the version
+    that it published last.
     """
 
     def __init__(self, address: Address) -> None:
         self.address = address
         self.manifest: Manifest | None = None
-        self._gate = Gate()
+        self._lock = ReadWriteLock()
 
     @asynccontextmanager
     async def hold(self) -> AsyncIterator[Manifest | None]:
-        async with self._gate.held():
+        async with self._lock.read():
             yield self.manifest
 
     @asynccontextmanager
     async def change(self) -> AsyncIterator[None]:
-        async with self._gate.closing():
+        async with self._lock.write_async():
             yield
 
 

@@ -139,7 +139,7 @@ class Rank:
             "forward_backward": self._forward_backward,
             "optim_step": self._optim_step,
             "finish_step": self._finish_step,
-            "open_board": self._open_board,
+            "open_weight_store": self._open_weight_store,
             "publish": self._publish,
             "probe": self._probe,
             "begin_save": self._begin_save,
@@ -199,7 +199,7 @@ class Rank:
         self.worker.finish_step(header["step"])
         return {}, {}
 
-    def _open_board(self, header: Header, arrays: Arrays) -> Reply:
+    def _open_weight_store(self, header: Header, arrays: Arrays) -> Reply:
         from dataclasses import asdict
 
         from kitae.weights.transports import make_publisher

@@ -64,10 +64,10 @@ def test_processes_share_one_board(model: ModelConfig) -> None:
 
     async def body() -> None:
         publisher = MemoryPublisher()
-        engine = await start_engine(EngineOrder(model, config, 3, board=publisher))
+        engine = await start_engine(EngineOrder(model, config, 3, weight_store=publisher))
         assert isinstance(engine, Fleet)
         for each in engine.engines:
-            assert isinstance(each, ProcessEngine) and each._board is publisher
+            assert isinstance(each, ProcessEngine) and each._weight_store is publisher
         assert [probe.version for probe in await engine.probe()] == [3, 3]
         await engine.close()
         publisher.close()

@@ -15,7 +15,7 @@ from kitae.envs.base import Observation
 from kitae.envs.episode import Episode
 from kitae.envs.rollouts import Episodes
 from kitae.envs.single_turn import SingleTurn
-from kitae.store.columns import ColumnWriter, KeptText
+from kitae.store.columns import ColumnWriter, StoredText
 from kitae.store.journal import Journal
 from kitae.types import Group, Message, Prompt, Runs, Score, Turn
 
@@ -72,7 +72,7 @@ class Filing:
     async def generate(self, request: Request) -> Completion:
         done = await self._engine.generate(request)
         place = await self._writer.add(done.tokens, done.logprobs, "".join(map(chr, done.tokens)))
-        tokens, logprobs = self._journal.columns.kept(((place, 0, place.tokens),))
+        tokens, logprobs = self._journal.columns.lazy(((place, 0, place.tokens),))
         return replace(done, tokens=tokens, logprobs=logprobs, versions=Runs.of(done.versions))
 
 
@@ -96,7 +96,7 @@ def test_nobody_reads_an_answer_that_only_the_verifier_hears(tmp_path: Path, mon
         )
     texts = sorted(str(r.text) for r in journal.rollouts(7))
     assert texts == ["AAA", "BBB", "CCC"] == sorted(map(str, judged))
-    assert all(isinstance(r.text, KeptText) for r in journal.rollouts(7))
+    assert all(isinstance(r.text, StoredText) for r in journal.rollouts(7))
     journal.close()
 
 

@@ -17,8 +17,8 @@ from kitae.envs.tools.base import ToolEpisode, describe
 from kitae.envs.tools.calculator import Calculator
 from kitae.serving.fields import Fields
 from kitae.serving.requests import read_chat
-from kitae.serving.responses import Teller, Voice
-from kitae.serving.token_text import Spelling
+from kitae.serving.responses import AnswerRenderer, ResponseBuilder
+from kitae.serving.token_text import TokenText
 from kitae.types import Message, Prompt, Score, ToolCall
 
 PROMPT = Prompt("p", (Message("user", "What is 6 * 7?"),), "42", {"question": "What is 6 * 7?"})
@@ -117,7 +117,9 @@ class Client:
         for _ in range(3):
             order = read_chat(Fields({"messages": talk, "tools": tools}), model.chat)
             answer = await model.ask(order.asks[0])
-            teller = Teller(order, Voice("policy", model.chat, Spelling(model.chat.tokenizer), early=False))
+            teller = ResponseBuilder(
+                order, AnswerRenderer("policy", model.chat, TokenText(model.chat.tokenizer), early=False)
+            )
             talk += [json.loads(json.dumps(teller.message(answer.turn))), {"role": "user", "content": "Go on."}]
         return Outcome(1.0)
 

@@ -9,7 +9,7 @@ import httpx
 import pytest
 import torch
 from chat_templates import QWEN, tokenizer
-from served import ADD, CALL, Scripted, client_of, events, joined, post, refusal, scripted_client, serving, voice_of
+from served import ADD, CALL, Scripted, client_of, events, joined, post, refusal, renderer_of, scripted_client, serving
 from starlette.requests import Request
 from starlette.routing import Mount
 
@@ -17,9 +17,9 @@ from kitae.data.chat import Chat
 from kitae.engines.base import SamplingParams
 from kitae.engines.native.engine import NativeEngine
 from kitae.models.policy import Policy
-from kitae.serving.admission import Places
+from kitae.serving.admission import AdmissionControl
 from kitae.serving.app import chat_routes, make_app
-from kitae.serving.handlers import Desk, Manners
+from kitae.serving.handlers import AnswerPolicy, ChatHandlers
 from kitae.serving.refusals import Refused
 from kitae.serving.server_metrics import Counters
 
@@ -42,12 +42,12 @@ def ask(tiny_policy: Callable[..., Policy]) -> Callable[..., Any]:
     return run
 
 
-def scripted(use: Callable[[Client, Scripted], Coroutine[Any, Any, Any]], *texts: str, **manners: Any) -> Any:
+def scripted(use: Callable[[Client, Scripted], Coroutine[Any, Any, Any]], *texts: str, **answer_policy: Any) -> Any:
     made = tokenizer(QWEN)
 
     async def inside() -> Any:
         model = Scripted(Chat(made), texts)
-        async with scripted_client(made, model, Manners(**manners)) as client:
+        async with scripted_client(made, model, AnswerPolicy(**answer_policy)) as client:
             return await use(client, model)
 
     return asyncio.run(inside())
@@ -486,10 +486,16 @@ def test_one_set_of_addresses_serves_many_models() -> None:
         return models[name]
 
     async def run() -> None:
-        places = Places(8)
-        counters = Counters(places)
-        desk = Desk(find, voice_of(made, Chat(made)), places, manners=Manners(any_name=True), gone=counters.gone)
-        routes = [Mount("/episodes/{token}", routes=chat_routes(desk, counters))]
+        admission = AdmissionControl(8)
+        counters = Counters(admission)
+        handlers = ChatHandlers(
+            find,
+            renderer_of(made, Chat(made)),
+            admission,
+            answer_policy=AnswerPolicy(any_name=True),
+            gone=counters.gone,
+        )
+        routes = [Mount("/episodes/{token}", routes=chat_routes(handlers, counters))]
         async with client_of(make_app(routes, counters, name="m", context=1, host="127.0.0.1")) as client:
             for name, text in (("secret-a", "I am A."), ("secret-b", "I am B.")):
                 found = await post(client, f"/episodes/{name}{CHAT}", model="whatever", messages=HELLO)

@@ -1,4 +1,4 @@
-"""A model on an engine: what is heard is what was sampled, and who does not wait any longer leaves nothing behind."""
+"""A model on an engine: a stream has the tokens that were sampled, and a cancelled request leaves nothing behind."""
 
 import asyncio
 from collections.abc import Callable, Coroutine
@@ -33,14 +33,14 @@ def with_model(policy: Policy, use: Callable[[EngineModel, NativeEngine], Corout
 def test_all_tokens_are_heard_once_and_in_order(tiny_policy: Callable[..., Policy]) -> None:
     async def use(model: EngineModel, engine: NativeEngine) -> None:
         async def one(number: int) -> int:
-            heard: list[Sampled] = []
+            on_tokens: list[Sampled] = []
             ask = Ask(f"{number}", messages=HELLO, sampling=SamplingParams(max_tokens=200), seed=number)
-            answer = await model.ask(ask, heard.append if number % 3 else None)
+            answer = await model.ask(ask, on_tokens.append if number % 3 else None)
             if number % 3:
                 for name in ("tokens", "logprobs", "versions"):
-                    assert sum((getattr(h, name) for h in heard), ()) == getattr(answer.sampled, name)
-                assert all(h.tokens for h in heard)
-            return len(heard)
+                    assert sum((getattr(h, name) for h in on_tokens), ()) == getattr(answer.sampled, name)
+                assert all(h.tokens for h in on_tokens)
+            return len(on_tokens)
 
         counts = await asyncio.gather(*map(one, range(12)))
         assert max(counts) > 1 and len({c == 0 for c in counts}) == 2
@@ -50,9 +50,9 @@ def test_all_tokens_are_heard_once_and_in_order(tiny_policy: Callable[..., Polic
 
 def test_a_cancelled_ask_is_aborted(tiny_policy: Callable[..., Policy]) -> None:
     async def use(model: EngineModel, engine: NativeEngine) -> None:
-        for heard in (None, lambda news: None):
+        for on_tokens in (None, lambda news: None):
             ask = Ask("one", messages=HELLO, sampling=SamplingParams(max_tokens=400), seed=1)
-            asked = asyncio.create_task(model.ask(ask, heard))
+            asked = asyncio.create_task(model.ask(ask, on_tokens))
             while engine.stats().running == 0:
                 await asyncio.sleep(0.002)
             asked.cancel()

@@ -18,7 +18,7 @@ from served import client_of
 
 from kitae.errors import ConfigError
 from kitae.serving import start_server
-from kitae.serving.admission import Places
+from kitae.serving.admission import AdmissionControl
 from kitae.serving.app import KeyGuard, make_app
 from kitae.serving.server_metrics import Counters
 
@@ -105,7 +105,7 @@ def test_what_is_wrong_is_said_before_a_model_loads(
 
 
 def app(host: str, key: str = "") -> Any:
-    return make_app([], Counters(Places(1)), name="m", context=1, host=host, key=key)
+    return make_app([], Counters(AdmissionControl(1)), name="m", context=1, host=host, key=key)
 
 
 def test_without_a_key_only_this_machine_is_answered_to() -> None:

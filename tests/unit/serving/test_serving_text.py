@@ -8,7 +8,7 @@ import pytest
 from chat_templates import CHATML, QWEN, tokenizer
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from served import ADD, CALL, joined, pieces, stopped, voice_of
+from served import ADD, CALL, joined, pieces, renderer_of, stopped
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
@@ -19,9 +19,9 @@ from kitae.engines.base import Sampled, SamplingParams
 from kitae.serving.base import Answer, Ask
 from kitae.serving.refusals import Refused
 from kitae.serving.requests import AnswerOrder
-from kitae.serving.responses import Choice, Teller, Telling
+from kitae.serving.responses import Choice, ResponseBuilder, StreamBuilder
 from kitae.serving.streamed_text import GrowingAnswer, SpokenText
-from kitae.serving.token_text import Spelling
+from kitae.serving.token_text import TokenText
 from kitae.types import Message
 
 THINKING = QWEN.replace("<|im_start|>assistant\n{% endif %}", "<|im_start|>assistant\n<think>\n{% endif %}")
@@ -61,9 +61,9 @@ def compare(made: Any, tokens: tuple[int, ...], order: AnswerOrder, seed: int) -
     sampled = Sampled(tokens, tuple(-0.5 - 0.001 * i for i in range(len(tokens))), (7,) * len(tokens))
     turn = chat.read(tokens, ask.sampling.stop_strings, ask.tools)
     answer = Answer((1, 2), sampled, "stop", turn)
-    teller = Teller(order, voice_of(made, chat))
-    (whole,) = teller.whole([Choice(0, answer)])["choices"]
-    telling = Telling(teller, 0)
+    builder = ResponseBuilder(order, renderer_of(made, chat))
+    (whole,) = builder.whole([Choice(0, answer)])["choices"]
+    telling = StreamBuilder(builder, 0)
     events = [event for piece in pieces(sampled, random.Random(seed)) for event in telling.hear(piece)]
     early = "".join(e["choices"][0].get("delta", e["choices"][0]).get("content", "") for e in events)
     assert not any(stop in early for stop in ask.sampling.stop_strings)
@@ -116,7 +116,7 @@ def test_also_of_tokens_that_make_no_sense(name: str, data: Any, stops: list[str
 
 def test_half_a_character_waits_for_the_other_half() -> None:
     made = TOKENIZERS["chatml"]
-    spoken = SpokenText(Chat(made), Spelling(made))
+    spoken = SpokenText(Chat(made), TokenText(made))
     first, second, third = Chat(made).encode("€")
     for token, text in ((first, ""), (second, ""), (third, "€")):
         spoken.hear([token])
@@ -125,29 +125,29 @@ def test_half_a_character_waits_for_the_other_half() -> None:
 
 def test_what_is_certain_does_not_wait() -> None:
     made = TOKENIZERS["chatml"]
-    chat, spelling = Chat(made), Spelling(made)
-    growing = GrowingAnswer(chat, spelling, ["stop"])
+    chat, token_text = Chat(made), TokenText(made)
+    growing = GrowingAnswer(chat, token_text, ["stop"])
     assert [growing.hear(chat.encode(text)) for text in ("Go", " on s", "to", "ne sto")] == ["Go", " on ", "", "stone "]
     assert growing.hear(chat.encode("p it")) == "" and growing.end("Go on stone ") == ""
-    growing = GrowingAnswer(chat, spelling, tools=[ADD])
+    growing = GrowingAnswer(chat, token_text, tools=[ADD])
     assert [growing.hear(chat.encode(text)) for text in ("I add", ". ", "Now: <to", "ol")] == [
         "I add",
         ".",
         " Now:",
         "",
     ]
-    growing = GrowingAnswer(chat, spelling, tools=[ADD], early=False)
+    growing = GrowingAnswer(chat, token_text, tools=[ADD], early=False)
     assert growing.hear(chat.encode("I think")) == "" and growing.end("I think") == "I think"
 
 
 def test_tokens_are_spelled_apart() -> None:
     made = TOKENIZERS["chatml"]
-    spelling = Spelling(made)
+    token_text = TokenText(made)
     euro = Chat(made).encode("€")
-    assert [spelling.text(t) for t in euro] == ["bytes:\\xe2", "bytes:\\x82", "bytes:\\xac"]
-    assert [b for t in euro for b in spelling.bytes(t)] == list("€".encode())
-    assert spelling.text(made.eos_token_id) == "<|im_end|>" and spelling.is_special(made.eos_token_id)
-    metaspace = Spelling(TOKENIZERS["sentencepiece"])
+    assert [token_text.text(t) for t in euro] == ["bytes:\\xe2", "bytes:\\x82", "bytes:\\xac"]
+    assert [b for t in euro for b in token_text.bytes(t)] == list("€".encode())
+    assert token_text.text(made.eos_token_id) == "<|im_end|>" and token_text.is_special(made.eos_token_id)
+    metaspace = TokenText(TOKENIZERS["sentencepiece"])
     assert [metaspace.text(t) for t in (0, 5)] == [" a", "a"]
     assert metaspace.text(8 + 0xE2) == "bytes:\\xe2" and metaspace.bytes(8 + 0xE2) == [0xE2]
 

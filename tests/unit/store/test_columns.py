@@ -14,13 +14,13 @@ from kitae.store.columns import (
     ColumnFiles,
     ColumnWriter,
     Filed,
-    Kept,
+    LazyColumn,
     column_files,
     joined,
     record_of,
     stretches_of,
 )
-from kitae.types import Late, Runs, spliced
+from kitae.types import LazyArray, Runs, spliced
 
 TOKENS = (42, 7, 150_000, 2)
 LOGPROBS = tuple(np.array([-0.1, -7.25, float("-inf"), -1e-9], dtype=np.float32).tolist())
@@ -34,8 +34,8 @@ def filed(folder: Path, *answers: tuple[tuple[int, ...], tuple[float, ...], str 
     return asyncio.run(write())
 
 
-def kept(folder: Path, one: Filed) -> tuple[Kept[int], Kept[float]]:
-    return column_files(folder).kept(((one, 0, one.tokens),))
+def kept(folder: Path, one: Filed) -> tuple[LazyColumn[int], LazyColumn[float]]:
+    return column_files(folder).lazy(((one, 0, one.tokens),))
 
 
 def unreadable(folder: Path) -> ColumnFiles:
@@ -61,15 +61,15 @@ def test_answers_come_back_exactly(tmp_path: Path) -> None:
 
 def test_what_is_cut_and_joined_is_not_read_for_that(tmp_path: Path) -> None:
     one, two = (Filed(name, 0, 4, 10, 0) for name in ("a", "b"))
-    first, second = (unreadable(tmp_path).kept(((place, 0, 4),))[0] for place in (one, two))
+    first, second = (unreadable(tmp_path).lazy(((place, 0, 4),))[0] for place in (one, two))
     both = joined(first, second)
     assert len(both) == 8 and len(both[1:]) == 7 and len(joined((), first)) == 4
     middle = both[3:5]
-    assert isinstance(middle, Kept) and middle.stretches == ((one, 3, 4), (two, 0, 1))
+    assert isinstance(middle, LazyColumn) and middle.stretches == ((one, 3, 4), (two, 0, 1))
     again = joined(first[:1], first[1:])
-    assert isinstance(again, Kept) and again.stretches == ((one, 0, 4),) and again.text is not None
+    assert isinstance(again, LazyColumn) and again.stretches == ((one, 0, 4),) and again.text is not None
     assert middle.text is None and first[:3].text is None
-    assert first != (1, 2) and first == unreadable(tmp_path).kept(((one, 0, 4),))[0]
+    assert first != (1, 2) and first == unreadable(tmp_path).lazy(((one, 0, 4),))[0]
     with pytest.raises(StoreError, match=r"nowhere/a: the answer at byte 0 \(4 tokens\) cannot be read"):
         list(both)
 
@@ -86,9 +86,9 @@ def test_an_array_with_an_unread_part_is_made_late(tmp_path: Path) -> None:
     (place,) = filed(tmp_path, (TOKENS, LOGPROBS, None))
     tokens, _ = kept(tmp_path, place)
     late = spliced([np.array([1, 2]), tokens, (5,)], np.int64)
-    assert isinstance(late, Late) and len(late) == 7
+    assert isinstance(late, LazyArray) and len(late) == 7
     assert np.asarray(late).tolist() == [1, 2, *TOKENS, 5] and late[2:4].tolist() == [42, 7]
-    assert not isinstance(spliced([np.array([1]), (2,), Runs(((3, 2),))], np.int64), Late)
+    assert not isinstance(spliced([np.array([1]), (2,), Runs(((3, 2),))], np.int64), LazyArray)
 
 
 @pytest.mark.parametrize("where", [0, 17, -1])

@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kitae.errors import CorruptError, DiskFullError, StoreError
-from kitae.store.columns import ColumnFiles, ColumnWriter, Kept, KeptText
+from kitae.store.columns import ColumnFiles, ColumnWriter, LazyColumn, StoredText
 from kitae.store.journal import LENGTH, TEXT, Journal, open_reader
 from kitae.types import Chain, FinishReason, Message, Prompt, Rollout, Runs, Score, Segment, ToolCall
 
@@ -218,7 +218,7 @@ async def _filed(journal: Journal, tokens: int, version: int, text: str | None =
     """An answer that an engine has filed beside the journal."""
     writer = ColumnWriter(journal.columns.folder, "engine-0")
     place = await writer.add(range(tokens), [-0.5] * tokens, text)
-    return Segment("model", *journal.columns.kept(((place, 0, tokens),)), Runs.of((version,) * tokens))
+    return Segment("model", *journal.columns.lazy(((place, 0, tokens),)), Runs.of((version,) * tokens))
 
 
 def test_an_answer_in_files_is_kept_by_its_place(journal: Journal) -> None:
@@ -231,9 +231,9 @@ def test_an_answer_in_files_is_kept_by_its_place(journal: Journal) -> None:
 
     asyncio.run(body())
     first, second = journal.rollouts(0)
-    assert isinstance(first.text, KeptText) and str(first.text) == "words" and second.text == "words\n\nwords"
+    assert isinstance(first.text, StoredText) and str(first.text) == "words" and second.text == "words\n\nwords"
     for segment in (first.segments[0], second.segments[2]):
-        assert isinstance(segment.tokens, Kept) and segment.tokens == tuple(range(500))
+        assert isinstance(segment.tokens, LazyColumn) and segment.tokens == tuple(range(500))
         assert segment.logprobs == (-0.5,) * 500 and segment.versions == (3,) * 500
     assert second.segments[1] == Segment.observed((7, 8)) and second.segments[2].reward == 0.5
     sizes = "SELECT length(tokens) + length(logprobs) + length(versions), length(text), length(chains) FROM rollouts"
@@ -249,14 +249,14 @@ def test_a_place_is_known_by_its_folder(journal: Journal) -> None:
 
     async def body() -> None:
         segment = await _filed(journal, 5, 3, "words")
-        assert isinstance(segment.tokens, Kept)
-        tokens, logprobs = ColumnFiles(journal.columns.folder).kept(segment.tokens.stretches)
+        assert isinstance(segment.tokens, LazyColumn)
+        tokens, logprobs = ColumnFiles(journal.columns.folder).lazy(segment.tokens.stretches)
         there = replace(segment, tokens=tokens, logprobs=logprobs)
         await journal.add_rollout(Rollout.of(0, 0, (1,), (there,), "stop", "words", Score(1.0)))
 
     asyncio.run(body())
     (found,) = journal.rollouts(0)
-    assert isinstance(found.segments[0].tokens, Kept) and found.segments[0].tokens == tuple(range(5))
+    assert isinstance(found.segments[0].tokens, LazyColumn) and found.segments[0].tokens == tuple(range(5))
 
 
 def test_it_knows_the_files_that_it_refers_to(journal: Journal) -> None:
@@ -277,7 +277,7 @@ def test_it_knows_the_files_that_it_refers_to(journal: Journal) -> None:
 
 
 def _file(segment: Segment) -> str:
-    assert isinstance(segment.tokens, Kept)
+    assert isinstance(segment.tokens, LazyColumn)
     return segment.tokens.stretches[0][0].file
 
 

@@ -20,7 +20,7 @@ from kitae.store.columns import ColumnWriter, column_files
 from kitae.trainer.base import Conditions, Mark
 from kitae.trainer.parallel.rank_frames import conditions_of, totals_of_wire, totals_to_wire
 from kitae.trainer.sample_wire import samples_of_wire, samples_to_wire
-from kitae.types import Chain, Late, Rollout, Runs, Sample, Score, Segment, spliced
+from kitae.types import Chain, LazyArray, Rollout, Runs, Sample, Score, Segment, spliced
 from kitae.workers.frames import Frame, pack_frame, read_frame
 
 
@@ -81,7 +81,7 @@ def filed(folder: Path, samples: Sequence[Sample]) -> list[Sample]:
             own = np.asarray(s.tokens_T)[start:stop], np.asarray(s.columns["logp_mu"])[start:stop]
             if s.mask_T[start]:
                 place = await writer.add(*own)  # type: ignore[arg-type]
-                own = column_files(folder).kept(((place, 0, place.tokens),))  # type: ignore[assignment]
+                own = column_files(folder).lazy(((place, 0, place.tokens),))  # type: ignore[assignment]
             tokens.append(own[0])
             logprobs.append(own[1])
         return replace(s, tokens_T=spliced(tokens, np.int64)).with_columns(logp_mu=spliced(logprobs, np.float32))
@@ -96,7 +96,7 @@ def filed(folder: Path, samples: Sequence[Sample]) -> list[Sample]:
 def test_answers_in_files_make_the_same_rows(tmp_path: Path) -> None:
     samples = make_samples([(0, 5, 3), (0, 5, 9), (1, 12, 1), (2, 30, 20), (3, 1, 4)], gaps=True)
     unread = filed(tmp_path, samples)
-    assert all(isinstance(s.tokens_T, Late) for s in unread)
+    assert all(isinstance(s.tokens_T, LazyArray) for s in unread)
     parts = pack(unread, 30, multiple=2)
     assert [[s.key for s in part] for part in parts] == [
         [s.key for s in part] for part in pack(samples, 30, multiple=2)
@@ -117,7 +117,7 @@ def test_chains_of_a_conversation_in_files_are_what_they_are_in_memory(tmp_path:
     async def file(s: Segment, writer: ColumnWriter) -> Segment:
         place = await writer.add(s.tokens, s.logprobs, "text")
         return Segment(
-            s.source, *column_files(tmp_path).kept(((place, 0, place.tokens),)), Runs.of(s.versions), s.reward
+            s.source, *column_files(tmp_path).lazy(((place, 0, place.tokens),)), Runs.of(s.versions), s.reward
         )
 
     async def body() -> Rollout:
@@ -130,7 +130,7 @@ def test_chains_of_a_conversation_in_files_are_what_they_are_in_memory(tmp_path:
     chains = (Chain((1, 2), (first, heard, second)), Chain((1, 2, 7), (second,)))
     values = Rollout(17, 3, chains, "stop", "", Score(1.0))
     for a, b in zip(samples_of(asyncio.run(body())), samples_of(values), strict=True):
-        assert isinstance(a.tokens_T, Late) and a.prompt_T.tolist() == b.prompt_T.tolist() and a.key == b.key
+        assert isinstance(a.tokens_T, LazyArray) and a.prompt_T.tolist() == b.prompt_T.tolist() and a.key == b.key
         assert (
             np.asarray(a.tokens_T).tolist() == np.asarray(b.tokens_T).tolist()
             and a.mask_T.tolist() == b.mask_T.tolist()

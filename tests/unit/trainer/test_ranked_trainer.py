@@ -35,7 +35,7 @@ def trainer(monkeypatch: pytest.MonkeyPatch) -> RankedTrainer:
 
 async def publish(trainer: RankedTrainer) -> None:
     await trainer.start()
-    await trainer.open_board("memory", "full", {})
+    await trainer.open_weight_store("memory", "full", {})
 
 
 @pytest.mark.thorough(keep=1)

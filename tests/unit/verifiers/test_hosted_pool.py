@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kitae.errors import VerifierError
-from kitae.store.columns import ColumnWriter, KeptText, column_files
+from kitae.store.columns import ColumnWriter, StoredText, column_files
 from kitae.types import Prompt, Score
 from kitae.verifiers import remote_pool as hosts_module
 from kitae.verifiers.config import VerifierConfig
@@ -105,10 +105,10 @@ def test_an_answer_in_files_is_read_where_it_is_judged(where: str, tmp_path: Pat
     async def body(pool: HostedPool | VerifierPool, _: object = None) -> None:
         writer = ColumnWriter(tmp_path, "engine-0")
         places = [await writer.add(range(n), [0.0] * n, "\\boxed{12}" + " and so on" * n) for n in (0, 5, 2000)]
-        scores = [await pool.score(KeptText(column_files(tmp_path), place), "12") for place in places]
+        scores = [await pool.score(StoredText(column_files(tmp_path), place), "12") for place in places]
         assert [score.value for score in scores] == [1.0, 1.0, 1.0]
         (tmp_path / writer.file).write_bytes(b"x" * 10_000)
-        lost = await pool.score(KeptText(column_files(tmp_path), replace(places[1], checksum=7)), "12")
+        lost = await pool.score(StoredText(column_files(tmp_path), replace(places[1], checksum=7)), "12")
         assert not lost.valid and f"{writer.file}: the answer at byte" in lost.detail
         assert (pool.stats.checked, pool.stats.errors) == (4, 1)
 

@@ -15,7 +15,7 @@ from kitae.engines.requests_in_flight import Ledger
 from kitae.models.config import ModelConfig
 from kitae.models.load import load_policy
 from kitae.models.policy import Policy
-from kitae.store.columns import ColumnWriter, Filed, Kept
+from kitae.store.columns import ColumnWriter, Filed, LazyColumn
 from kitae.weights.shared_memory import MemoryPublisher
 from kitae.workers.frames import Frame, read_frame
 
@@ -124,7 +124,7 @@ def test_another_engine_goes_on_from_what_was_reported_and_lies_in_files(tmp_pat
                     ledger.grow(flight.number, frame.header["start"], engine_frames.sampled_of(frame))
             ledger.lose("first")
             again = ledger.issue(flight, "second")
-            assert isinstance(again.prior.tokens, Kept) and len(again.prior.tokens.stretches) > 1
+            assert isinstance(again.prior.tokens, LazyColumn) and len(again.prior.tokens.stretches) > 1
             assert (
                 again.prior.tokens.text is None and again.prior.tokens == tuple(whole.tokens)[: len(again.prior.tokens)]
             )
@@ -134,6 +134,6 @@ def test_another_engine_goes_on_from_what_was_reported_and_lies_in_files(tmp_pat
             assert (
                 done.tokens == tuple(whole.tokens) and done.logprobs[: len(again.prior.tokens)] == again.prior.logprobs
             )
-            assert isinstance(done.tokens, Kept) and done.tokens.text is not None
+            assert isinstance(done.tokens, LazyColumn) and done.tokens.text is not None
 
     asyncio.run(body())

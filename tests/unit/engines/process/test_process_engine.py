@@ -33,7 +33,7 @@ from kitae.models.config import ModelConfig
 from kitae.models.load import load_policy, load_tokenizer
 from kitae.models.policy import Policy
 from kitae.rl.weight_sync import WeightSync
-from kitae.store.columns import Kept
+from kitae.store.columns import LazyColumn
 from kitae.weights.base import Manifest
 from kitae.weights.probe import Probe, score_probe
 from kitae.weights.shared_memory import MemoryPublisher
@@ -98,7 +98,7 @@ async def _all(work: Any) -> list[Any]:
 
 async def publish(engine: ProcessEngine, policy: Policy, version: int, in_full: bool = False) -> Manifest:
     tensors = {name: p.detach() for name, p in policy.model.named_parameters()}
-    return await asyncio.to_thread(engine._board.publish, version, tensors, in_full=in_full)
+    return await asyncio.to_thread(engine._weight_store.publish, version, tensors, in_full=in_full)
 
 
 async def send(engine: ProcessEngine, policy: Policy, version: int) -> Manifest:
@@ -178,11 +178,11 @@ def test_filed_answers_are_those_that_would_have_come(
         run(_all(e.start() for e in (filing, engine)))
         kept, came = run(_all(filing.generate(r) for r in asked)), run(_all(engine.generate(r) for r in asked))
         for a, b in zip(kept, came, strict=True):
-            assert isinstance(a.tokens, Kept) and (a.tokens, a.versions) == (b.tokens, b.versions)
+            assert isinstance(a.tokens, LazyColumn) and (a.tokens, a.versions) == (b.tokens, b.versions)
             assert list(a.logprobs) == pytest.approx(list(b.logprobs), abs=1e-5), "who else samples may round them"
             assert a.finish == b.finish and str(a.tokens.text) == chat.read(b.tokens).text
         suspended = run(_suspended(filing, asked[:2]))
-        assert all(isinstance(p.tokens, Kept) and 0 < len(p.tokens) < 150 for p in suspended)
+        assert all(isinstance(p.tokens, LazyColumn) and 0 < len(p.tokens) < 150 for p in suspended)
         more = [replace(r, prior=p.sampled) for r, p in zip(asked, suspended, strict=False)]
         assert tokens(run(_all(filing.generate(r) for r in more))) == tokens(came[:2])
         assert {path.name for path in tmp_path.iterdir()} == {kept[0].tokens.stretches[0][0].file}
@@ -257,9 +257,9 @@ class Source:
         manifest = await publish(self.engine, self.policy, version, in_full)
         if self.damage:
             self.damage -= 1
-            flip(self.engine._board.descriptors[0])
+            flip(self.engine._weight_store.descriptors[0])
             if manifest.parts:
-                flip(self.engine._board.descriptors[1])
+                flip(self.engine._weight_store.descriptors[1])
         return manifest
 
     async def probe(self) -> tuple[float, ...]:
@@ -307,7 +307,7 @@ def test_a_process_lost_in_a_damaged_update(engine: ProcessEngine, policy: Polic
 
     async def body() -> None:
         manifest = await publish(engine, policy, 1, in_full=True)
-        flip(engine._board.descriptors[0])
+        flip(engine._weight_store.descriptors[0])
         os.kill(process_of(engine), signal.SIGSTOP)
         updating = asyncio.create_task(engine.update_weights(WeightUpdate(1, manifest)))
         await asyncio.sleep(0.1)
@@ -398,7 +398,7 @@ def test_a_late_process_serves_what_was_published_last(
     run(send(engine, policy, 8))
 
     async def body() -> tuple[Probe, ...]:
-        late = ProcessEngine(model, CONFIG, engine._board, threads=1)
+        late = ProcessEngine(model, CONFIG, engine._weight_store, threads=1)
         try:
             await late.start()
             assert late.stats().version == 8

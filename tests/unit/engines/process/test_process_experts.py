@@ -20,15 +20,17 @@ from kitae.errors import EngineError
 from kitae.models.config import ModelConfig
 from kitae.models.load import load_policy
 from kitae.models.routing import record_routing
-from kitae.store.columns import Kept
-from kitae.weights.published_version import EmptyBoard
+from kitae.store.columns import LazyColumn
+from kitae.weights.published_version import EmptyWeightStore
 
 pytestmark = pytest.mark.usefixtures("warm_posts")
 
 
 def engine_of(folder: Path, **settings: Any) -> ProcessEngine:
     model = ModelConfig(path=str(folder), dtype="float32", device="cpu")
-    return ProcessEngine(model, EngineConfig(memory_gb=0.02), EmptyBoard(), threads=1, records_experts=True, **settings)
+    return ProcessEngine(
+        model, EngineConfig(memory_gb=0.02), EmptyWeightStore(), threads=1, records_experts=True, **settings
+    )
 
 
 def asked(tokens: int) -> list[Request]:
@@ -59,7 +61,7 @@ def test_they_are_those_of_a_plain_pass(filed: bool, tiny_folder: Callable[[str]
             await engine.close()
 
     found, other = asyncio.run(asyncio.wait_for(run(), 100))
-    assert all(isinstance(done.tokens, Kept) == filed for done in found) and other.experts is None
+    assert all(isinstance(done.tokens, LazyColumn) == filed for done in found) and other.experts is None
     assert_recorded(tiny_folder("qwen3_moe"), requests, found)
 
 
