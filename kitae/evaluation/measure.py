@@ -18,7 +18,7 @@ from kitae.rl.config import EvalConfig
 from kitae.store.journal import Journal
 from kitae.types import Group, Prompt, Rollout
 
-Heard = Callable[[Group], None]
+OnGroup = Callable[[Group], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,12 +125,12 @@ async def evaluate(
     samples: int,
     scorings: Sequence[Scoring] = (),
     journal: Journal | None = None,
-    heard: Heard | None = None,
+    on_group: OnGroup | None = None,
 ) -> Evaluation:
     """Sample every prompt and score the answers. Answers that could not be judged are counted and left out.
 
     If the engine refuses a prompt (because it is longer than the context, say), all its answers count as such. Answers
-    in the journal are not generated again. heard: receives each problem's group when all its answers exist.
+    in the journal are not generated again. on_group: receives each problem's group when all its answers exist.
     """
 
     async def one(index: int, prompt: Prompt) -> Group:
@@ -138,8 +138,8 @@ async def evaluate(
             group = await runner.group(index, prompt, samples, journal)
         except (RequestError, DataError):
             group = Group(index, prompt, ())
-        if heard:
-            heard(group)
+        if on_group:
+            on_group(group)
         return group
 
     try:

@@ -64,6 +64,19 @@ class Comparison:
     second: str
     difference: Difference
 
+    def as_json(self) -> dict[str, Any]:
+        d = self.difference
+        numbers = {"difference": d.interval.mean, "low": d.interval.low, "high": d.interval.high, "p": d.p}
+        return {
+            "suite": self.suite,
+            "scoring": self.scoring,
+            "first": self.first,
+            "second": self.second,
+            "problems": d.problems,
+            **{name: _finite(value) for name, value in numbers.items()},
+            "test": d.test,
+        }
+
 
 @dataclass(frozen=True, slots=True)
 class EvaluationReport:
@@ -85,32 +98,14 @@ class EvaluationReport:
             "models": list(self.models),
             "suites": list(self.suites),
             "settings": {
-                "samples": e.samples,
-                "temperature": e.temperature,
-                "top_p": e.top_p,
-                "top_k": e.top_k,
-                "min_p": e.min_p,
+                **{name: getattr(e, name) for name in ("samples", "temperature", "top_p", "top_k", "min_p")},
                 "seed": self.settings.seed,
             },
             "results": [
                 {"model": model, "suite": suite, **{k: _finite(v) for k, v in found.row().items()}}
                 for (model, suite), found in self.evaluations.items()
             ],
-            "comparisons": [
-                {
-                    "suite": c.suite,
-                    "scoring": c.scoring,
-                    "first": c.first,
-                    "second": c.second,
-                    "problems": c.difference.problems,
-                    "difference": _finite(c.difference.interval.mean),
-                    "low": _finite(c.difference.interval.low),
-                    "high": _finite(c.difference.interval.high),
-                    "p": _finite(c.difference.p),
-                    "test": c.difference.test,
-                }
-                for c in self.comparisons
-            ],
+            "comparisons": [comparison.as_json() for comparison in self.comparisons],
         }
 
 

@@ -30,7 +30,7 @@ def check_attention(model: Any, source: str) -> None:
         raise ModelError(
             f"{name} must compute with the attention of Kitae, got {type(error).__name__}: {error}"
         ) from error
-    _check_calls(name, config, context.asked)
+    _check_calls(name, config, context.calls)
     theirs = _with_its_own(model, tokens, positions)
     if theirs is not None and not (found := gap(ours, theirs)) < (1e-3 if model.dtype == torch.float32 else 0.1):
         raise ModelError(
@@ -39,23 +39,23 @@ def check_attention(model: Any, source: str) -> None:
         )
 
 
-def _check_calls(name: str, config: Any, asked: list[AttentionCall]) -> None:
-    if (most := max(Counter(a.layer for a in asked).values(), default=1)) > 1:
+def _check_calls(name: str, config: Any, calls: list[AttentionCall]) -> None:
+    if (most := max(Counter(call.layer for call in calls).values(), default=1)) > 1:
         raise ModelError(f"{name} must attend once in a layer, got {most} times")
-    if missing := _without_window(config, asked):
+    if missing := _without_window(config, calls):
         raise ModelError(
             f"{name} must tell its attention how far a token sees, got a sliding_window of {config.sliding_window} "
             f"that layer {min(missing)} does not hand on"
         )
 
 
-def _without_window(config: Any, asked: list[AttentionCall]) -> set[int]:
+def _without_window(config: Any, calls: list[AttentionCall]) -> set[int]:
     """Layers that should have passed a window but did not; it is too long to be tested by computing. If the config does
     not say which layers have windows, one layer with a window is enough."""
     window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
     if not isinstance(window, int) or not 0 < window < config.max_position_embeddings:
         return set()
-    found = {a.layer for a in asked if a.window is not None}
+    found = {call.layer for call in calls if call.window is not None}
     if not kinds:
         return set() if found else {0}
     return {i for i, kind in enumerate(kinds) if kind == "sliding_attention"} - found

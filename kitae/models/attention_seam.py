@@ -126,13 +126,13 @@ class SelfAttention:
 
     def __init__(self, positions: Tensor) -> None:
         self.positions = positions
-        self.asked: list[AttentionCall] = []
+        self.calls: list[AttentionCall] = []
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, softcap: float | None,
         sinks: Tensor | None,
     ) -> Tensor:  # fmt: skip
         keys, values = (k.shape[0], k.shape[2]), (v.shape[0], v.shape[2])
-        self.asked.append(AttentionCall(layer, keys, values, scale, window, softcap, sinks))
+        self.calls.append(AttentionCall(layer, keys, values, scale, window, softcap, sinks))
         mask = causal_mask(self.positions, self.positions, window)
         return masked_attention(q, k, v, mask, scale=scale, softcap=softcap, sinks=sinks)

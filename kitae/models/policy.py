@@ -166,7 +166,7 @@ class Policy(torch.nn.Module):
         context = SelfAttention(positions)
         with torch.no_grad():
             self.hidden(torch.zeros_like(positions), positions, context)
-        return {asked.layer: (asked.keys, asked.values) for asked in context.asked}
+        return {call.layer: (call.keys, call.values) for call in context.calls}
 
     def check_head(self) -> None:
         """Raise if the model class processes its logits in a way that `transform` does not cover."""

@@ -36,26 +36,26 @@ def watched(config: Root, observe: ObserveConfig, run: Path, screen: Observer) -
         ]
         observers += trackers
 
-        def tell(step: int, found: Sequence[Finding]) -> None:
+        def report(step: int, found: Sequence[Finding]) -> None:
             more = f"; and {len(found) - 1} more" if len(found) > 1 else ""
             screen.note(f"diagnosis: {found[0].line}{more}. Advice: kitae diagnose {run}")
             for finding in found:
-                hooks.tell("diagnosis", finding.line, step=step, **asdict(finding))
+                hooks.notify("diagnosis", finding.line, step=step, **asdict(finding))
                 if server is not None:
                     server.found(finding.rule)
 
         if observe.diagnose:
             rows = Metrics(run / "metrics.jsonl").rows()
-            observers.append(LiveDiagnosis(config.flat(), rows, tell))
+            observers.append(LiveDiagnosis(config.flat(), rows, report))
         try:
             yield Several(*observers)
         except Exception as error:
             end.how = "crashed"
             message = f"{type(error).__name__}: {error}"
-            hooks.tell("crash", message, step=end.last, status=end.how)
+            hooks.notify("crash", message, step=end.last, status=end.how)
             raise
         else:
-            hooks.tell("finish", f"{end.how} after step {end.last}", step=end.last, status=end.how)
+            hooks.notify("finish", f"{end.how} after step {end.last}", step=end.last, status=end.how)
         finally:
             for tracker in trackers:
                 tracker.close(end.how)

@@ -32,7 +32,7 @@ class Hooks:
         self._run = run
         self._aside = Aside("hooks", note, most=100) if any(self._targets.values()) else None
 
-    def tell(self, event: Event, message: str, **details: Any) -> None:
+    def notify(self, event: Event, message: str, **details: Any) -> None:
         target = self._targets[event]
         if target and self._aside is not None:
             content = {"event": event, "run": str(self._run), "message": message, **details}

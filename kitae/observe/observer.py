@@ -1,4 +1,4 @@
-"""What the pipeline tells whoever watches. Observers never steer."""
+"""The interface of observers, which receive the progress of a run and never influence it."""
 
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -8,7 +8,7 @@ from kitae.config.root import Root
 
 
 class Reported(Protocol):
-    """What a step of a run of any kind has to say for itself."""
+    """The report of a step, for any kind of run."""
 
     @property
     def step(self) -> int: ...
@@ -16,11 +16,13 @@ class Reported(Protocol):
 
 
 class Observer(Protocol):
+    """Receives the progress of a run."""
+
     def status(self, text: str) -> None:
-        """What is being done right now: "generating 12/64"."""
+        """What the run is doing now: "generating 12/64"."""
 
     def note(self, text: str) -> None:
-        """Something worth keeping on the screen: a warning, a saved checkpoint."""
+        """A message to keep on the screen: a warning, a saved checkpoint."""
 
     def step(self, report: Reported) -> None:
         """A training step ended; `report.row()` is its line in metrics.jsonl."""
@@ -33,7 +35,7 @@ class Observer(Protocol):
 
 
 class Silent:
-    """An observer that looks away."""
+    """Ignores everything; a base for observers that need only a part."""
 
     def status(self, text: str) -> None:
         pass
@@ -53,17 +55,17 @@ class Silent:
 
 @runtime_checkable
 class Audience(Protocol):
-    """Who must know a run before it can be watched: a screen that draws its table, a log in its folder."""
+    """Makes observers for runs: a screen with a table of the run, a log in its folder."""
 
     def note(self, text: str) -> None:
-        """Something worth keeping, before there is a run folder."""
+        """A message to keep, before there is a run folder."""
 
     def watch(self, config: Root, folder: Path) -> AbstractContextManager[Observer]:
-        """The observer of a run that is about to begin, or to go on; it is left when the run ends, however it does."""
+        """The observer of a run that is about to start or resume. The context is left when the run ends in any way."""
 
 
 class Several:
-    """Tells several observers everything, one after the other."""
+    """Passes everything to several observers, one after the other."""
 
     def __init__(self, *observers: Observer) -> None:
         self._observers = observers

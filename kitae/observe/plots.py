@@ -46,13 +46,16 @@ def plot_run(run: Path, output: Path | None = None) -> Path:
         axis.xaxis.get_major_locator().set_params(integer=True)  # steps are integers
         axis.grid(alpha=0.3)
     figure.suptitle(run.resolve().name)
-    target = output or run / "plot.png"
+    return save_figure(figure, output or run / "plot.png")
+
+
+def save_figure(figure: Any, target: Path) -> Path:
     try:
         figure.savefig(target, dpi=110)
     except (OSError, ValueError) as error:  # no such folder, or no such format
         raise StoreError(f"cannot write {target}: {error}") from error
     finally:
-        pyplot.close(figure)
+        load_pyplot().close(figure)
     return target
 
 

@@ -34,9 +34,9 @@ class BatchStats:
 
 @dataclass(frozen=True, slots=True)
 class Talks:
-    """Of episodes of several turns, means for one: `Talks(turns=2.1, chains=1.0, calls=1.0, bad_calls=0.1)`.
+    """Means over episodes of several turns: `Talks(turns=2.1, chains=1.0, calls=1.0, bad_calls=0.1)`.
 
-    calls: of tools that could be read; bad_calls: that could not.
+    calls: tool calls that could be parsed; bad_calls: those that could not.
     """
 
     turns: float
@@ -50,7 +50,7 @@ class Talks:
 
 @dataclass(frozen=True, slots=True)
 class Staleness:
-    """How old the tokens of a batch are, in versions: `Staleness(mean=0.3, oldest=1, shares={1: 0.3})`."""
+    """The age of a batch's tokens, in versions: `Staleness(mean=0.3, oldest=1, shares={1: 0.3})`."""
 
     mean: float
     oldest: int
@@ -63,7 +63,8 @@ class Staleness:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """What the engine did meanwhile: `Generation(seconds=2.1, tokens=4096, restarts=0)`; engines: that serve now."""
+    """The engine's work during a step: `Generation(seconds=2.1, tokens=4096, restarts=0)`; engines: how many serve
+    now."""
 
     seconds: float
     tokens: int
@@ -81,16 +82,16 @@ class Generation:
 
 
 PARTS = ("wait", "annotate", "train", "hold", "update", "sync", "save", "evaluate")
-"""Of the time of a step, in which they follow each other."""
+"""Parts of the time of a step, in their order."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lap:
-    """Where the seconds between two steps went: `Lap(step=3.0, parts={"wait": 1.1, "train": 1.4, …})`.
+    """How the time between two steps was spent: `Lap(step=3.0, parts={"wait": 1.1, "train": 1.4, …})`.
 
-    Parts add up to `step`, with what is left as `other`. wait: for a batch; annotate, train, update: the trainer's
-    work; hold: until the engine stood still, and what must end before an update. sync: until the engine served the new
-    version; save, evaluate: those of the step before: all three only where training waits for them.
+    Parts add up to `step`; the remainder is `other`. wait: for a batch. annotate, train, update: the trainer's work.
+    hold: until the engine stood still, and for what must end before an update. sync: until the engine served the new
+    version. save, evaluate: those of the step before. The last three count only where training waits for them.
     """
 
     step: float

@@ -70,7 +70,7 @@ def draw(folder: Path, output: Path | None = None, steps: int = 12) -> Path:
     rows = read(folder)
     if not rows:
         raise StoreError(f"{folder} has no timeline")
-    from kitae.observe.plots import load_pyplot
+    from kitae.observe.plots import load_pyplot, save_figure
 
     pyplot = load_pyplot()
     last = max(row["step"] for row in rows)
@@ -79,14 +79,7 @@ def draw(folder: Path, output: Path | None = None, steps: int = 12) -> Path:
     draw_on(axis, [row for row in rows if row["end"] >= begin])
     axis.set_xlabel("seconds since the run began; percentages: share of the time at work")
     axis.set_title(folder.name)
-    target = output or folder / "timeline.png"
-    try:
-        figure.savefig(target, dpi=110)
-    except (OSError, ValueError) as error:
-        raise StoreError(f"cannot write {target}: {error}") from error
-    finally:
-        pyplot.close(figure)
-    return target
+    return save_figure(figure, output or folder / "timeline.png")
 
 
 def draw_on(axis: Any, rows: list[dict[str, Any]]) -> None:

@@ -123,14 +123,14 @@ def find_answers(text: str, order: tuple[str, ...]) -> Iterator[str]:
 
     A reasoning model's text before its last `</think>` is ignored if anything follows it.
     """
-    text = spoken(text)
+    text = after_reasoning(text)
     for way in order:
         answer = WAYS[way](text)
         if answer is not None and answer.strip():
             yield without_lead(answer).strip()
 
 
-def spoken(text: str) -> str:
+def after_reasoning(text: str) -> str:
     """The text after the reasoning, with the digits of all scripts as 0 to 9."""
     _, _, after = text.rpartition(_THOUGHT_END)
     text = after if after.strip() else text
@@ -151,7 +151,7 @@ def without_lead(answer: str) -> str:
 
 def chosen_letter(text: str) -> str | None:
     """The letter that prose decides for, if it is clear: "for sure D, it can't be A or B" → "D"."""
-    text = spoken(text)[-_TAIL:]
+    text = after_reasoning(text)[-_TAIL:]
     sentences = [part for part in _SENTENCE_END_RE.split(text) if part.strip()]
     marks = deque(_PHRASE_RE.finditer(text), maxlen=1)
     places = [_SENTENCE_END_RE.split(text[mark.end() : mark.end() + _REACH].lstrip(), maxsplit=1)[0] for mark in marks]

@@ -1,9 +1,9 @@
-"""The `gym` verifier: the own scorer of a `reasoning-gym` data set, fed with the final answer of a response.
+"""The `gym` verifier: the scorer of a `reasoning-gym` data set, applied to the final answer of a response.
 
-Some of those scorers call `eval`, or sympy's parser, which does, on the answer: a model could run code with it. Data
-sets whose module mentions such a call only get answers that are a plain literal or plain arithmetic, by a list of what
-is allowed; all else scores 0. Not covered: a scorer that evaluates with the help of another module (none does in
-version 0.1.25), and one that takes for ever, which the worker's deadline ends.
+Some of those scorers call `eval`, or sympy's parser, which does, on the answer, so a model could run code with it. If a
+data set's module contains such a call, it only gets answers that are a plain literal or plain arithmetic, by a list of
+allowed nodes; everything else scores 0. Not covered: a scorer that evaluates through another module (none does in
+version 0.1.25), and one that does not end, which the worker's deadline stops.
 """
 
 import ast
@@ -27,7 +27,7 @@ _ARITHMETIC = (
     *(ast.Expression, ast.Constant, ast.Name, ast.Load, ast.Call, ast.BinOp, ast.UnaryOp),
     *(ast.Add, ast.Sub, ast.Mult, ast.Div, ast.Pow, ast.BitXor, ast.UAdd, ast.USub),
 )
-_LITERAL = (  # a name only looks something up: the true and null of JSON
+_LITERAL = (  # names are JSON's true and null
     *(ast.Expression, ast.Constant, ast.Name, ast.Load, ast.List, ast.Tuple, ast.Set, ast.Dict),
     *(ast.UnaryOp, ast.UAdd, ast.USub),
 )

@@ -46,7 +46,7 @@ class FusedDecoder:
             recorder = SelfAttention(positions)
             expected = policy.hidden(tokens, positions, recorder)
             with torch.inference_mode(False):
-                found = cls(policy, cache, recorder.asked)
+                found = cls(policy, cache, recorder.calls)
             if any(layer.turn[0].shape[1] != policy.head_dim for layer in found.layers):  # only a part is rotated
                 return None
             trash = torch.full_like(positions, cache.pages * cache.page_size)

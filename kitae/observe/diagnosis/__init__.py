@@ -33,7 +33,7 @@ RULES: tuple[Rule, ...] = (
 LIVE = tuple(rule for rule in RULES if rule.live)
 """The rules that need only metrics, which are checked after each step of a run."""
 
-Tell = Callable[[int, Sequence[Finding]], None]
+OnFindings = Callable[[int, Sequence[Finding]], None]
 
 
 def diagnose(run: Path) -> list[Finding]:
@@ -105,14 +105,14 @@ def _reply(step: int, group: Group, rollout: Rollout) -> Reply | None:
 
 
 class LiveDiagnosis(Silent):
-    """Reports new findings. rows: the metrics so far, of a resumed run. tell: receives a step and its new findings."""
+    """Reports new findings. rows: metrics of a resumed run. report: receives a step and its new findings."""
 
-    def __init__(self, settings: dict[str, Any], rows: Sequence[Row], tell: Tell) -> None:
+    def __init__(self, settings: dict[str, Any], rows: Sequence[Row], report: OnFindings) -> None:
         self._settings = settings
         self._steps = [row for row in rows if row["kind"] == "step"]
         self._evaluations = [row for row in rows if row["kind"] == "eval"]
-        self._told: set[str] = set()
-        self._tell = tell
+        self._reported: set[str] = set()
+        self._report = report
 
     def step(self, report: Reported) -> None:
         self._steps = [row for row in self._steps if row["step"] < report.step]  # without steps that were discarded
@@ -128,7 +128,7 @@ class LiveDiagnosis(Silent):
         if not self._steps:
             return
         new = findings(Seen(self._steps, self._evaluations, self._settings), LIVE)
-        new = [finding for finding in new if finding.rule not in self._told]
+        new = [finding for finding in new if finding.rule not in self._reported]
         if new:
-            self._told |= {finding.rule for finding in new}
-            self._tell(step, new)
+            self._reported |= {finding.rule for finding in new}
+            self._report(step, new)

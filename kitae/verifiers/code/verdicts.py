@@ -1,4 +1,4 @@
-"""What the reports of a sandbox say of the tests, and the score that they add up to."""
+"""The verdicts in a sandbox's reports, and the score of all of them."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -19,14 +19,14 @@ def same_output(got: str, want: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """On one test: `Verdict(False, "assert f(1) == 2: AssertionError")`."""
+    """The verdict on one test: `Verdict(False, "assert f(1) == 2: AssertionError")`."""
 
     passed: bool
     detail: str = ""
 
 
 def take_verdicts(reports: Iterator[Report], tests: list[str]) -> tuple[list[Verdict], list[str]]:
-    """What the reports of a checker say of the tests, and which of them it did not come to."""
+    """The verdicts in a checker's reports, and the tests that it did not reach."""
     loaded = next(reports)
     if loaded.status != "loaded":
         return all_failed(tests, complaint(loaded)), []
@@ -45,7 +45,7 @@ def take_verdicts(reports: Iterator[Report], tests: list[str]) -> tuple[list[Ver
 
 
 def judge_case(report: Report, stdout: str, name: str) -> Verdict:
-    """Whether a run ended well and printed what it should."""
+    """The verdict on a run: it must end normally and print the expected output."""
     output = report.output.decode(errors="replace")
     if report.status == "ended" and not same_output(output, stdout):
         return Verdict(False, f"{name}: wrong output {brief(output[:1000].strip())!r}")

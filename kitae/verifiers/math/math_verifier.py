@@ -9,13 +9,13 @@ from kitae.types import Score
 from kitae.verifiers.final_answer import (
     DEFAULT_ORDER,
     MARKED_WAYS,
+    after_reasoning,
     boxed_answer,
     chosen_letter,
     find_answers,
     hash_answer,
     parse_order,
     phrase_answer,
-    spoken,
     without_lead,
 )
 from kitae.verifiers.math.cleanup import are_texts, choice_letter, plain_words, text_key, tidy
@@ -71,7 +71,7 @@ def _is_in_boxes(response: str, gold: str, tolerance: float) -> bool:
     """Whether all boxes of the response together are the parts of the reference."""
     if not _PARTS_RE.search(gold):
         return False
-    parts = [inside for _, _, inside in boxes(spoken(response)) if inside.strip()]
+    parts = [inside for _, _, inside in boxes(after_reasoning(response)) if inside.strip()]
     return 1 < len(parts) <= _MAX_BOXES and same_answer(gold, ", ".join(parts), tolerance)
 
 

@@ -97,9 +97,9 @@ def test_webhooks_that_do_not_take_it(server: Server) -> None:
 def test_only_what_is_wanted_is_told(server: Server) -> None:
     said: list[str] = []
     hooks = Hooks(ObserveConfig(on_finish=url(server), on_crash="exit 7"), Path("runs/toy-001"), said.append)
-    hooks.tell("diagnosis", "nobody listens")
-    hooks.tell("finish", "finished after step 3", step=3)
-    hooks.tell("crash", "gone")
+    hooks.notify("diagnosis", "nobody listens")
+    hooks.notify("finish", "finished after step 3", step=3)
+    hooks.notify("crash", "gone")
     hooks.close()
     assert server.posted == [
         {

@@ -107,3 +107,9 @@ def test_params(user_file: Path) -> None:
     check_params(weighted, {"weight": 2})
     with pytest.raises(VerifierError, match=r"missing a required .*'weight'; it takes weight, bonus"):
         check_params(weighted, {})
+
+
+def test_every_response_scores_nothing_and_no_reference_is_held_against_it() -> None:
+    verifier = resolve("none")
+    assert verifier.score("42", "42", {}) == verifier.score("", None, {}) == Score(0.0)
+    assert not verifier.gold, "references need not score 1"
