@@ -58,7 +58,7 @@ def number_sentences(text: str, num_sentences: Count, relation: Relation) -> boo
 
 
 def number_paragraphs(text: str, num_paragraphs: Count) -> bool:
-    """Paragraphs between dividers of three asterisks; an empty one is forgiven at either end only."""
+    """Paragraphs between dividers of three asterisks; an empty one is allowed only at either end."""
     parts = _DIVIDER_RE.split(text)
     empty = [index for index, part in enumerate(parts) if not part.strip()]
     return set(empty) <= {0, len(parts) - 1} and len(parts) - len(empty) == num_paragraphs
@@ -69,7 +69,7 @@ def number_words(text: str, num_words: Count, relation: Relation) -> bool:
 
 
 def nth_paragraph_first_word(text: str, num_paragraphs: Count, nth_paragraph: Position, first_word: str) -> bool:
-    """Empty paragraphs do not count in the number of paragraphs, but they do in the position."""
+    """Empty paragraphs do not count in the number of paragraphs, but they count in the position."""
     if nth_paragraph > num_paragraphs:
         raise BadArgument(f"nth_paragraph must be at most num_paragraphs, got {nth_paragraph} of {num_paragraphs}")
     paragraphs = text.split("\n\n")
@@ -125,7 +125,7 @@ def title(text: str) -> bool:
 
 
 def two_responses(text: str) -> bool:
-    """Two different texts with six asterisks between them; an empty one is forgiven at either end only."""
+    """Two different texts with six asterisks between them; an empty one is allowed only at either end."""
     parts = [part.strip() for part in text.split("******")]
     answers = [part for part in parts if part]
     return all(parts[1:-1]) and len(answers) == 2 and answers[0] != answers[1]

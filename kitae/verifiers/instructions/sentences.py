@@ -94,7 +94,7 @@ def _spans(text: str) -> Iterator[tuple[int, int]]:
 
 
 def _candidates(text: str) -> Iterator[tuple[int, int, str]]:
-    """Where a sentence may end: the end, the start of what follows, and the words on both sides of it.
+    """The places where a sentence may end: the end, the start of what follows, and the words on both sides.
 
     Marks without white space between them, as in "what?!", are one candidate: the last.
     """
@@ -140,7 +140,7 @@ def _ends_sentence(token: str, after: str) -> bool:
 
 
 def _is_open(token: str) -> bool:
-    """An ellipsis or an abbreviation: its dot may end a sentence or not."""
+    """Whether the token is an ellipsis or an abbreviation, whose dot may or may not end a sentence."""
     stem = token[:-1].lower()
     if token.endswith("..") or _INITIALS_RE.fullmatch(token):
         return True

@@ -38,7 +38,7 @@ def _is_vector(node: Node) -> bool:
 
 
 def _measured(node: Node, words: str) -> Node:
-    """5 cm; and of 5 million dollars, 5000000 dollars."""
+    """A number with the words after it, whose magnitudes are factors: 5 million dollars is 5000000 dollars."""
     first, _, rest = words.partition(" ")
     while (size := MAGNITUDES.get(first.lower())) is not None:
         node = scaled(node, Fraction(size))
@@ -60,7 +60,7 @@ class Parser(Cursor):
     def __init__(self, tokens: list[Token]) -> None:
         super().__init__(tokens)
         self.deeper = Depth()
-        self.no_bar = 0  # inside |…|, or before the bar of {x | …}: a bar does not open
+        self.no_bar = 0  # inside |…|, or before the bar of {x | …}, where a bar does not open
         self.no_colon = 0  # before the colon of {x : …}, which is no ratio
         self.in_interval = 0
 
@@ -172,7 +172,8 @@ class Parser(Cursor):
                 return node
 
     def smaller_part(self, larger: Node) -> Node:
-        """The 4 inches of 3 feet 4 inches, or the 30' of 45° 30'. A number after a unit is never a factor."""
+        """The second part of an amount: 4 inches in 3 feet 4 inches, 30' in 45° 30'. A number after a unit is never a
+        factor."""
         smaller = number_node(self.take().value)
         if larger.kind == "degree" and self.accept("'"):
             size = Fraction(1, 3_600) if self.accept("'") else Fraction(1, 60)
@@ -240,7 +241,7 @@ class Parser(Cursor):
                 self.at += 1
                 return node
             exponent = self.exponent()
-            if self.accept("_"):  # a^2_n: both belong to the a
+            if self.accept("_"):  # both indices belong to the a
                 node = self.subscript(node)
             return self.postfix(Node("pow", (node, exponent)))
         return node
@@ -460,7 +461,7 @@ class Parser(Cursor):
         raise Unreadable(f"\\{name}")
 
     def fraction(self) -> Node:
-        """A quotient; dy/dx is one name, and d/dx something that is done to what follows."""
+        """A quotient. dy/dx is one name, and d/dx is an operator, which is not supported."""
         top, bottom = self.tex_argument(), self.tex_argument()
         if _is_differential(bottom):
             if top.kind == "name" and top.value in _DIFFERENTIALS:
@@ -470,7 +471,7 @@ class Parser(Cursor):
         return Node("div", (top, bottom))
 
     def series(self, name: str) -> Node:
-        """A sum or product over k from a whole number to another: the product after it is what is added up."""
+        """A sum or product over an integer index; the product after it is the summand."""
         self.expect("_")
         start = self.group()
         self.expect("^")
@@ -521,7 +522,7 @@ class Parser(Cursor):
         return name
 
     def raw_group(self) -> list[Token]:
-        """What is in {…}, as it stands."""
+        """The text in {…}, unparsed."""
         self.expect("{")
         start, depth = self.at, 1
         while depth:
