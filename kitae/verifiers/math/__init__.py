@@ -29,9 +29,9 @@ Decisions, where usage differs:
 - x = 5 matches 5, and x > 3 matches (3, ∞), but x = 5 does not match y = 5. The references AB/CD = 2, a:b = 2:3,
   sin A = 1/2 and a + b = 5 match their values; 2x + 1 = 7 and x + y = 5 are answers as they stand.
 - functions are compared at real points: around zero, next to it, and far away where they have corners. They must have
-  the same domain, so that √(x²) is |x| and not x, and neither ln x is ln|x| nor e^(ln x) is x. For a function of several
-  variables, only their signs are varied for that, one at a time; i to n, N and C are assumed to be positive. f(2x) is not
-  2f(x).
+  the same domain, so that √(x²) is |x| and not x, and neither ln x is ln|x| nor e^(ln x) is x. For a function of
+  several variables, only their signs are varied for that, one at a time; i to n, N and C are assumed to be positive.
+  f(2x) is not 2f(x).
 - "1,234" is a number, "1, 2" a list, 0,125 is 0.125, and 3,5 may be 3.5. log without a base is natural or decimal,
   whichever makes both sides equal. The reference 12:30 may be a time and is no ratio. 17 mod 5 is 2, and 17 (mod 5) a
   class. Letters in a row are a product, but "tea" is not "eat".
