@@ -21,7 +21,7 @@ _LOWEST = -1e30  # lower bound of log-probs, as 0 times infinity is not a number
 
 @dataclass(frozen=True, slots=True)
 class HeadTransform:
-    """What a model class does to its logits after the head: `softcap * tanh(scale * x / softcap)`."""
+    """The transformation of a model class's logits after the head: `softcap * tanh(scale * x / softcap)`."""
 
     scale: float = 1.0
     softcap: float | None = None
@@ -48,7 +48,7 @@ class HeadTransform:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What turns hidden states into logits: `Head(weight_VH, bias_V, HeadTransform(), exact=False)`."""
+    """The layer that turns hidden states into logits: `Head(weight_VH, bias_V, HeadTransform(), exact=False)`."""
 
     weight: Tensor
     bias: Tensor | None
@@ -56,7 +56,7 @@ class Head:
     exact: bool
 
     def cut(self, rows: int) -> "Head":
-        """Its first rows; the very same where it has no more."""
+        """A head with the first rows only; the same object if it has no more."""
         if len(self.weight) <= rows:
             return self
         return replace(self, weight=self.weight[:rows], bias=None if self.bias is None else self.bias[:rows])

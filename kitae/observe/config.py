@@ -10,7 +10,7 @@ TrackerName = Literal["tensorboard", "wandb", "mlflow", "trackio"]
 
 
 class ObserveConfig(Section):
-    """What is kept and told of a run beside its metrics. Nothing here changes what is trained."""
+    """What is recorded and reported of a run in addition to its metrics. Nothing here changes what is trained."""
 
     tokens: float = Field(
         0.05, ge=0, le=1, description="Share of the samples of a step whose tokens are recorded in RUN/tokens; 0: none."

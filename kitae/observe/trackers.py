@@ -145,11 +145,11 @@ TRACKERS: Mapping[TrackerName, tuple[Callable[[], Tracker], str]] = {
     "mlflow": (MLflow, "mlflow"),
     "trackio": (Trackio, "trackio"),
 }
-"""How each is made, and the package that it needs."""
+"""How to make each tracker, and the package that it needs."""
 
 
 def check_installed(names: tuple[TrackerName, ...]) -> None:
-    """Before anything is loaded."""
+    """Raise if a tracker's package is missing, before anything is loaded."""
     missing = [name for name in names if importlib.util.find_spec(TRACKERS[name][1]) is None]
     if missing:
         raise ConfigError(
@@ -159,7 +159,7 @@ def check_installed(names: tuple[TrackerName, ...]) -> None:
 
 
 class Tracked(Silent):
-    """Passes what a run measures to a tracker, behind a queue."""
+    """Passes the metrics of a run to a tracker, through a queue."""
 
     def __init__(
         self, name: str, tracker: Tracker, run: Path, project: str, settings: Mapping[str, Any], note: Note
@@ -191,7 +191,7 @@ class Tracked(Silent):
 
 
 def numbers_of(row: Mapping[str, Any]) -> dict[str, float]:
-    """What a tracker can draw."""
+    """The numbers of a row, which trackers can draw."""
     found = {k: float(v) for k, v in row.items() if isinstance(v, int | float) and k != "step"}
     return {name: value for name, value in found.items() if math.isfinite(value)}
 

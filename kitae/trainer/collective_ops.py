@@ -30,7 +30,7 @@ class Ranks(Protocol):
 
 
 class Alone:
-    """One process."""
+    """The operations for a single process."""
 
     rank, size, host = 0, 1, False
 

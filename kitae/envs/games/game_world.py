@@ -27,7 +27,7 @@ PACKAGES = {"textarena": "TextArena", "gymnasium": "Gymnasium"}
 
 
 class GamesParams(Section):
-    """Of the environment `games`."""
+    """Params of the environment `games`."""
 
     game: str = Field(description="guess, textarena:NAME or gymnasium:NAME.")
     options: dict[str, JsonValue] = Field(default_factory=dict, description="Options of the game itself.")

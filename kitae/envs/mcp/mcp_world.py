@@ -15,7 +15,7 @@ from kitae.types import Prompt, Tool, ToolCall
 
 
 class McpParams(Section):
-    """Of the environment `mcp`."""
+    """Params of the environment `mcp`."""
 
     command: tuple[str, ...] = Field(min_length=1, description="The program that is the server, and its arguments.")
     env: dict[str, str] = Field(default_factory=dict, description="Variables that the server has beside ours.")

@@ -24,7 +24,7 @@ ToolName = Literal["python", "calculator", "search"]
 
 
 class PythonParams(Section):
-    """Of the tool `python`."""
+    """Params of the tool `python`."""
 
     time_limit: float = Field(4.0, gt=0, le=600, description="Seconds of processor time for each call.")
     memory_mb: int = Field(512, ge=64, description="Memory of all its processes together.")
@@ -33,14 +33,14 @@ class PythonParams(Section):
 
 
 class SearchParams(Section):
-    """Of the tool `search`."""
+    """Params of the tool `search`."""
 
     path: str = Field(description="A folder of .txt, .md and .jsonl files, or one of them.")
     results: int = Field(3, ge=1, le=50, description="Passages in an answer.")
 
 
 class ToolsParams(Section):
-    """Of the environment `tools`."""
+    """Params of the environment `tools`."""
 
     tools: tuple[ToolName, ...] = Field(min_length=1, description="Which tools there are: python, calculator, search.")
     output: int = Field(2000, ge=50, description="Characters of an answer of a tool, at most; the middle is cut.")

@@ -1,26 +1,28 @@
-"""The tests' side: runs them, and reaches the candidate only by questions whose answers are plain data.
+"""The tests' side: runs the tests, which reach the candidate only by requests whose answers are plain data.
 
-The rule: tests, their setup and what they expect are here, where the candidate cannot reach; what crosses the line is
-data of a closed set of types, by value, and built here from types of our own. An object that is not data is a `Remote`.
-It can be called, read, iterated and passed back, but it equals nothing the tests bring along, and an operator with such
-an operand gives a `Remote` that no comparison or conversion accepts: otherwise an object of the candidate's would be
-shown the expected value and asked whether it is right. Whatever the candidate sends that is not an answer fails the
-test that asked, and never is an error: that word is for tests that nobody could pass here.
+The rule: tests, their setup and what they expect are in this process, where the candidate cannot reach them. What
+crosses the connection is data of a closed set of types, by value, and built here from types of this side. An object
+that is not data is a `Remote`. It can be called, read, iterated and passed back, but it equals nothing that the tests
+have, and an operator with such an operand gives a `Remote` that no comparison or conversion accepts: otherwise an
+object of the candidate would be shown the expected value and asked whether it is right. Whatever the candidate sends
+that is not an answer fails the test that made the request, and is never an error: errors are for tests that nobody
+could pass here.
 
-What holds over there holds here: identity, hashes and equality among the candidate's own objects, isinstance and
-issubclass among its own classes, copies, docstrings, signatures (without annotations), generators, exceptions with
-their attributes, causes and bases. What the tests do to a list, dict or set that an object has handed out reaches it
-before the next question, for the last 8 answers of up to 1000 items. random.seed, a redirected sys.stdout or sys.stdin
-hold for calls to the candidate as well. What a call changes in its arguments is seen from the next statement of the
-tests on, so that `assert f(xs) == sorted(xs)` sorts what f was given, and not what f has made of it.
+What holds in the candidate's process holds here: identity, hashes and equality among the candidate's own objects,
+isinstance and issubclass among its own classes, copies, docstrings, signatures (without annotations), generators,
+exceptions with their attributes, causes and bases. What the tests do to a list, dict or set that an object has handed
+out is sent to it before the next request, for the last 8 answers of up to 1000 items. random.seed and a redirected
+sys.stdout or sys.stdin apply to calls of the candidate as well. Changes that a call makes to its arguments are visible
+from the next statement of the tests on, so that `assert f(xs) == sorted(xs)` sorts what f was given, and not what f has
+made of it.
 
-What cannot pass: an exception that a context manager of the candidate's swallows; an AssertionError in a function that
-the tests have handed to the candidate, whoever catches it; SystemExit; StopIteration out of a call, which would end a
-`map` of the tests early; text of the candidate's that the tests give to exec, and to eval unless it is arithmetic.
+What cannot pass: an exception that a context manager of the candidate suppresses; an AssertionError in a function that
+the tests passed to the candidate, whatever catches it; SystemExit; StopIteration out of a call, which would end a `map`
+of the tests early; text of the candidate that the tests pass to exec, or to eval unless it is arithmetic.
 
 Not covered: a test that derives a class from the candidate's (an error), `type(x) is C`, dataclasses.asdict and others
-that look at the type of an object, `in` where a class defines it without being iterable, a list of an object's that
-the candidate changes after it was handed out, attributes set on its modules, mock.patch of what the candidate calls,
+that look at the type of an object, `in` if a class defines it without being iterable, a list of an object that the
+candidate changes after it was handed out, attributes set on its modules, mock.patch of what the candidate calls,
 objects of libraries as arguments, output of generators, the state of random after the candidate has used it.
 """
 
@@ -76,9 +78,9 @@ def check(fd: int, usage: Usage, job: Job, report: Callable[[str, str], None]) -
             status, detail = _judge(port, error, job["imports"])
             if test is None and status == "failed":
                 status, detail = "broken", f"the setup of the tests raised {detail}"
-        if port.lost:  # even if the candidate has caught it
+        if port.lost:  # even if the candidate caught the exception
             status, detail, port.lost = "failed", port.lost, ""
-        if port.end is not None:  # even if a test has caught it
+        if port.end is not None:  # even if a test caught the exception
             status, detail = "timeout" if isinstance(port.end, TimeUp) else "gone", str(port.end)
         report(status, detail)
         if status not in ("passed", "failed"):
@@ -86,7 +88,7 @@ def check(fd: int, usage: Usage, job: Job, report: Callable[[str, str], None]) -
 
 
 def _judge(port: CheckerPort, error: BaseException, imports: list[str]) -> tuple[str, str]:
-    """What an exception says: that the candidate has failed, or that the tests cannot be run here."""
+    """The meaning of an exception: the candidate has failed, or the tests cannot be run here."""
     detail = describe(error)
     if not is_own(error) or isinstance(error, SystemExit):
         return "failed", detail
@@ -98,11 +100,12 @@ def _judge(port: CheckerPort, error: BaseException, imports: list[str]) -> tuple
 
 
 def make_namespace(port: CheckerPort, job: Job, texts: str) -> dict[str, Any]:
-    """What the tests see: their own setup first, then built-ins and libraries, then what only the candidate can have.
+    """The namespace of the tests: their own setup first, then built-ins and libraries, then what only the candidate can
+    have.
 
-    The prompt and the setup run here too, so that their helpers are the trusted ones and not the candidate's.
+    The prompt and the setup run here too, so that their helper functions are trusted ones and not the candidate's.
     """
-    sys.modules[TESTS] = sys.modules["__main__"] = module = type(sys)(TESTS)  # where unittest.main() looks
+    sys.modules[TESTS] = sys.modules["__main__"] = module = type(sys)(TESTS)  # unittest.main() looks there
     port.namespace = namespace = module.__dict__
     namespace["__builtins__"] = builtins
     if job["prompt"]:
@@ -129,7 +132,7 @@ def make_namespace(port: CheckerPort, job: Job, texts: str) -> dict[str, Any]:
 
 
 def _import(path: str, wanted: list[str], needed: bool) -> Any:
-    """`"math:isclose"` or `"math"` from a library; None where it has not what the tests want of it."""
+    """`"math:isclose"` or `"math"` from a library; None if it lacks an attribute that the tests use."""
     module, _, name = path.partition(":")
     try:
         found: Any = __import__(module, fromlist=["*"])

@@ -104,7 +104,7 @@ class _Run:
 
 
 def _run_tests(run: _Run, source: Source, tests: Asserts | CheckFunction) -> list[Verdict]:
-    """One verdict per test. A test that hangs or kills the candidate costs a sandbox; the next begins in a new one."""
+    """One verdict per test. A test that hangs or kills the candidate costs a sandbox; the next test gets a new one."""
     order, job = plan(source, tests, run.limits.time_limit)
     verdicts: list[Verdict] = []
     waiting = job["tests"]

@@ -197,7 +197,7 @@ def _is_finite_decimal(node: Node) -> bool:
 
 
 def rounds_to(value: Node, short: Node) -> bool:
-    """Is `short` a number that `value` is rounded to? 1/3 to 0.333, 1234567 to 1230000 or 1.23 · 10^6."""
+    """Whether `short` is `value` rounded: 1/3 to 0.333, 1234567 to 1230000 or 1.23 · 10^6."""
     scale = Fraction(1)
     if short.kind == "mul" and short.args[1].kind == "pow" and not names_in(short):
         short, scale = short.args[0], value_at(short.args[1], Point(0, False, False))

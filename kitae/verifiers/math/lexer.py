@@ -142,7 +142,7 @@ def _text_tokens(words: str, spaced: bool) -> Iterator[Token]:
 
 
 def _word_tokens(word: str, spaced: bool, after_number: bool) -> Iterator[Token]:
-    """One word, or a product of letters: `"sinx"` → sin, x; `"ab"` → a, b; `"apples"` → the word."""
+    """A word, or a product of letters: `"sinx"` → sin, x; `"ab"` → a, b; `"apples"` → the word."""
     if after_number and word in UNITS and len(word) > 1:
         yield Token("text", word, spaced)
     elif word in _FUNCTIONS:
