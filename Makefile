@@ -68,8 +68,9 @@ plots: install
 docs-check: install
 	@$(BIN)/python docs/generate.py --check
 
-# Tests start many processes: without files of bytecode each would compile what it imports.
-WORKERS ?= $(shell $(PYTHON) -c 'import os; print(os.cpu_count() or 1)')
+# Tests start many processes: without files of bytecode each would compile what it imports. Some wait for them, so there
+# is one worker more than cores.
+WORKERS ?= $(shell $(PYTHON) -c 'import os; print((os.cpu_count() or 1) + 1)')
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 SPREAD := -n $(WORKERS) --dist worksteal
 

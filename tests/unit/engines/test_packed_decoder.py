@@ -260,6 +260,7 @@ def told(completions: list[Completion]) -> list[tuple[tuple[int, ...], tuple[flo
     return [(c.tokens, c.logprobs) for c in completions]
 
 
+@pytest.mark.thorough(keep=3)
 @pytest.mark.parametrize("architecture", ARCHITECTURES + MIXTURES)
 def test_answers_are_those_of_the_modules(architecture: str, load: Load) -> None:
     policy = load(architecture)
@@ -283,6 +284,7 @@ def test_an_answer_in_float32_is_the_same_alone_among_others_and_after_preemptio
     assert told(crowded) == told(together)
 
 
+@pytest.mark.thorough(keep=2)
 @each_dtype
 @pytest.mark.parametrize("architecture", ["qwen3", "qwen3_moe"])
 def test_threads_change_nothing(architecture: str, dtype: str, load: Load) -> None:
@@ -322,6 +324,7 @@ def test_engines_beside_each_other_and_a_trainer(dtype: str, load: Load) -> None
     assert got == expected
 
 
+@pytest.mark.thorough(keep=4)
 @each_dtype
 @pytest.mark.parametrize("lora", [0, 4], ids=["all weights", "adapters"])
 @pytest.mark.parametrize("move", [False, True], ids=["in place", "moved"])
@@ -370,6 +373,7 @@ def held_bytes(engine: NativeEngine) -> int:
     return sum(copy.untyped_storage().nbytes() for copy in copies)
 
 
+@pytest.mark.thorough(keep=4)
 @each_dtype
 @pytest.mark.parametrize("lora", [0, 4], ids=["all weights", "adapters"])
 @pytest.mark.parametrize("move", [False, True], ids=["in place", "moved"])

@@ -113,6 +113,7 @@ def assert_recorded_in_a_crowd(
     assert_all_recorded(policy, requests, crowded, memory_gb=memory_of(policy, 40), max_batch=9, **settings)
 
 
+@pytest.mark.thorough(keep=3)
 @pytest.mark.parametrize("settings", [{}, {"plain": True}, {"page_size": 1}, {"max_batch": 2}], ids=str)
 @pytest.mark.parametrize("architecture", MIXTURES)
 def test_they_are_those_of_a_plain_pass(architecture: str, settings: dict[str, Any], tiny_policy: TinyPolicy) -> None:

@@ -62,6 +62,7 @@ def attended(
     return out.detach(), x.grad
 
 
+@pytest.mark.thorough(keep=24)
 @pytest.mark.parametrize("name", ROWS)
 @pytest.mark.parametrize(("heads", "dim"), [((9, 3), 64), ((4, 4), 16), ((8, 1), 80), ((2, 1), 256)])
 @pytest.mark.parametrize("window", [None, 1, 20])

@@ -74,6 +74,7 @@ def test_a_reference_shares_what_is_not_trained_and_nothing_else(tiny_policy: Ti
     assert not set(tiny_policy().model.parameters()) & mine
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("settings", [{}, {"plain": True}, {"exact": True}], ids=["fused", "plain", "exact"])
 def test_the_reference_is_computed_while_the_engine_samples(settings: dict[str, Any], tiny_policy: TinyPolicy) -> None:
     """Every token of the engine is the policy's, not the reference's, whatever the trainer's thread does meanwhile."""

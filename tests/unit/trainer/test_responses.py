@@ -60,6 +60,7 @@ def gradients(module: torch.nn.Module) -> dict[str, Any]:
     return {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
 
 
+@pytest.mark.thorough(keep=6)
 @pytest.mark.parametrize("budget", [20, 10_000])
 @pytest.mark.parametrize("name", PREFERENCE_LOSSES)
 def test_a_loss_on_pairs(name: str, budget: int, tiny_policy: TinyPolicy, tiny_folder: Folder) -> None:

@@ -62,6 +62,7 @@ def by_hand(policy: Policy, samples: tuple[Sample, ...], z: float, balance: floa
     return {n: p.grad.clone() for n, p in policy.model.named_parameters() if p.grad is not None}
 
 
+@pytest.mark.thorough(keep=3)
 @pytest.mark.parametrize("architecture", ["mixtral", "qwen3_moe"])
 @pytest.mark.parametrize(("z", "balance"), [(0.3, 0.0), (0.0, 2.0), (0.1, 1.0)])
 def test_terms_equal_plain_autograd_however_rows_are_cut(

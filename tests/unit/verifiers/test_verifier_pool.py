@@ -392,6 +392,7 @@ def test_a_template_that_cannot_come_back_is_an_error_until_it_can(tmp_path: Pat
     run(test, f"{path}:score", workers=1)
 
 
+@pytest.mark.thorough
 def test_long_checks_do_not_hold_up_short_ones(hostile: str) -> None:
     """Both workers of the pool hang: short checks go on, because others take their place."""
 
@@ -507,6 +508,7 @@ def test_what_a_verifier_warns_of_is_seen(capfd: pytest.CaptureFixture[str], tmp
     assert capfd.readouterr().err == ""
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs a sandbox")
 def test_a_program_that_was_paused_is_judged_by_its_own_time() -> None:
     """Programs that take a while pass, however long they pause for the many short ones that are in the queue."""

@@ -182,6 +182,7 @@ def test_a_closed_publisher_publishes_nothing(one: Rig, tmp_path: Path) -> None:
 OPERATIONS = st.sampled_from(["publish", "publish", "publish", "join", "leave", "skip", "damage", "damage delta"])
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(operations=st.lists(OPERATIONS, min_size=3, max_size=8), seed=st.integers(0, 2**16))

@@ -151,6 +151,7 @@ def checks(tmp_path_factory: pytest.TempPathFactory) -> str:
     return f"{path}:score"
 
 
+@pytest.mark.thorough
 def test_long_checks_are_put_off_without_a_new_process(checks: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Short checks get their scores from the process that met the long ones before.
 

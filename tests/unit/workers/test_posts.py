@@ -167,6 +167,7 @@ def test_nothing_is_left(config: ClusterConfig) -> None:
         assert len(os.listdir("/proc/self/fd")) == files
 
 
+@pytest.mark.thorough
 def test_a_start_that_is_given_up_leaves_nothing() -> None:
     """After every number of steps of the loop that a start takes."""
 

@@ -186,6 +186,7 @@ def test_a_dead_template_is_started_again(module: str) -> None:
     run(module, body)
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("place", ["of", "open_connection"])
 def test_who_wants_a_worker_no_more_leaves_nothing_open(
     place: str, module: str, monkeypatch: pytest.MonkeyPatch
@@ -215,6 +216,7 @@ def test_who_wants_a_worker_no_more_leaves_nothing_open(
     run(module, body)
 
 
+@pytest.mark.thorough
 def test_a_start_that_is_called_off_is_none(module: str) -> None:
     """At any moment of it: nothing stays open, and the next start is a whole one."""
 
