@@ -27,6 +27,8 @@ FLAGS = (
     *(["-mprefer-vector-width=512"] if platform.machine() == "x86_64" else []),
 )  # fmt: skip
 
+SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16"}  # of the names of kernels
+
 log = logging.getLogger("kitae")
 
 
@@ -44,6 +46,28 @@ def cpu_library() -> ctypes.CDLL | None:
         detail = getattr(error, "stderr", None) or f"{error} (KITAE_CACHE chooses the folder they are kept in)"
         log.warning("the CPU kernels could not be built, the engine uses plain torch: %s", str(detail).strip()[-500:])
         return None
+
+
+def call(name: str, dtype: torch.dtype, *arguments: object) -> None:
+    """Call the kernel `name` for a dtype.
+
+    Tensors, structures and arrays become pointers, None a null pointer, integers int64 and floats double.
+    """
+    library = cpu_library()
+    assert library is not None
+    function = getattr(library, f"{name}_{SUFFIXES[dtype]}")
+    function.restype = None
+    function(*map(_as_c, arguments))
+
+
+def _as_c(value: object) -> object:
+    if isinstance(value, torch.Tensor):
+        return ctypes.c_void_p(value.data_ptr())
+    if isinstance(value, ctypes.Structure | ctypes.Array):
+        return ctypes.byref(value)
+    if isinstance(value, float):
+        return ctypes.c_double(value)
+    return ctypes.c_int64(value) if isinstance(value, int) else value
 
 
 def _build(compiler: str) -> Path:

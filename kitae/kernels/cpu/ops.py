@@ -1,7 +1,6 @@
 """Functions on tensors that call the kernels of `cpu.cpp`. Callers check `available` first and have a torch twin."""
 
-import ctypes
-from ctypes import c_float, c_int64, c_void_p
+from ctypes import c_float, c_int64
 from typing import Any
 
 import torch
@@ -10,14 +9,13 @@ from torch import Tensor
 from kitae.kernels.adamw import one_by_one, salt
 from kitae.kernels.allocation import add_gradient, keep, kept
 from kitae.kernels.base import AdamWPace, AdamWPart, DecodingKernels, GateLimits, SpanTable
-from kitae.kernels.cpu.compile_cpp import cpu_library
+from kitae.kernels.cpu.compile_cpp import SUFFIXES, call, cpu_library
 
-_SUFFIX = {torch.float32: "f32", torch.bfloat16: "bf16"}
 _HEAD_DIMS = {0, 16, 32, 64, 80, 96, 128, 256}  # what decode_attention is compiled for; 0: not asked
 
 
 def available(device: torch.device, dtype: torch.dtype, head_dim: int = 0) -> bool:
-    return device.type == "cpu" and dtype in _SUFFIX and head_dim in _HEAD_DIMS and cpu_library() is not None
+    return device.type == "cpu" and dtype in SUFFIXES and head_dim in _HEAD_DIMS and cpu_library() is not None
 
 
 def decode_attention(
@@ -42,16 +40,10 @@ def decode_attention(
     assert q.stride(2) == k.stride(2) == v.stride(2) == 1, "the head dimension must be contiguous"
     strides = (c_int64 * 6)(q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1))
     sinks = None if sinks is None else sinks.detach().float().contiguous()
-    _call(
-        f"decode_attention_{_SUFFIX[q.dtype]}",
-        *(c_void_p(t.data_ptr()) for t in (q, k, v, k_pages, v_pages, table, lengths, out)),
-        ctypes.byref(strides),
-        *(c_int64(n) for n in (batch, heads, kv_heads, dim, page_size, table.shape[1])),
-        c_float(scale),
-        c_int64(window or 0),
-        c_float(softcap or 0.0),
-        c_void_p(None if sinks is None else sinks.data_ptr()),
-    )
+    call(
+        "decode_attention", q.dtype, q, k, v, k_pages, v_pages, table, lengths, out, strides, batch, heads, kv_heads,
+        dim, page_size, table.shape[1], c_float(scale), window or 0, c_float(softcap or 0.0), sinks,
+    )  # fmt: skip
     return out
 
 
@@ -62,12 +54,7 @@ def sample(logits: Tensor, inverse_temperature: Tensor, uniform: Tensor) -> tupl
     tokens = torch.empty(batch, dtype=torch.int64)
     logprobs = torch.empty(batch, dtype=torch.float32)
     assert inverse_temperature.dtype == torch.float32 and uniform.dtype == torch.float64
-    _call(
-        f"sample_{_SUFFIX[logits.dtype]}",
-        *(c_void_p(t.data_ptr()) for t in (logits, inverse_temperature, uniform, tokens, logprobs)),
-        c_int64(batch),
-        c_int64(vocabulary),
-    )
+    call("sample", logits.dtype, logits, inverse_temperature, uniform, tokens, logprobs, batch, vocabulary)
     return tokens, logprobs
 
 
@@ -77,13 +64,10 @@ def row_statistics(logits: Tensor, targets: Tensor, inverse_temperature: float) 
     assert targets.dtype == torch.int64, targets.dtype
     logits, targets = logits.contiguous(), targets.contiguous()
     logp, lse, entropy = (torch.empty(rows, dtype=torch.float32) for _ in range(3))
-    _call(
-        f"row_statistics_{_SUFFIX[logits.dtype]}",
-        *(c_void_p(t.data_ptr()) for t in (logits, targets, logp, lse, entropy)),
-        c_float(inverse_temperature),
-        c_int64(rows),
-        c_int64(vocabulary),
-    )
+    call(
+        "row_statistics", logits.dtype, logits, targets, logp, lse, entropy, c_float(inverse_temperature), rows,
+        vocabulary,
+    )  # fmt: skip
     return logp, lse, entropy
 
 
@@ -101,14 +85,7 @@ def row_gradients(
     assert logits.is_contiguous()
     vectors = [t.contiguous() for t in (targets, lse, entropy, grad_logp)]
     grad_entropy = None if grad_entropy is None else grad_entropy.contiguous()
-    _call(
-        f"row_gradients_{_SUFFIX[logits.dtype]}",
-        *(c_void_p(t.data_ptr()) for t in (logits, *vectors)),
-        c_void_p(None if grad_entropy is None else grad_entropy.data_ptr()),
-        c_float(inverse_temperature),
-        c_int64(rows),
-        c_int64(vocabulary),
-    )
+    call("row_gradients", logits.dtype, logits, *vectors, grad_entropy, c_float(inverse_temperature), rows, vocabulary)
     return logits
 
 
@@ -123,13 +100,7 @@ def norm_rows(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     rows, width = x.numel() // x.shape[-1], x.shape[-1]
     out = torch.empty_like(x)
     inverse_rms = torch.empty(rows, dtype=torch.float32)
-    _call(
-        f"rms_norm_{_SUFFIX[x.dtype]}",
-        *(c_void_p(t.data_ptr()) for t in (x, weight, out, inverse_rms)),
-        c_float(eps),
-        c_int64(rows),
-        c_int64(width),
-    )
+    call("rms_norm", x.dtype, x, weight, out, inverse_rms, c_float(eps), rows, width)
     return out, inverse_rms
 
 
@@ -139,14 +110,7 @@ def rms_norm_gradients(
     """Gradients of contiguous rows and, in fp32, of the weight of a norm; `plus` is added to that of the rows."""
     dx = torch.empty_like(x)
     dweight = torch.zeros(weight.shape, dtype=torch.float32)
-    _call(
-        f"rms_norm_backward_{_SUFFIX[x.dtype]}",
-        *(c_void_p(t.data_ptr()) for t in (grad, x, weight, inverse_rms)),
-        c_void_p(None if plus is None else plus.data_ptr()),
-        *(c_void_p(t.data_ptr()) for t in (dx, dweight)),
-        c_int64(len(inverse_rms)),
-        c_int64(x.shape[-1]),
-    )
+    call("rms_norm_backward", x.dtype, grad, x, weight, inverse_rms, plus, dx, dweight, len(inverse_rms), x.shape[-1])
     return dx, dweight
 
 
@@ -156,22 +120,12 @@ def rotate(rows: Tensor, cos: Tensor, sin: Tensor, heads: int, *, back: bool = F
     back: the gradient takes the place of what came for the output.
     """
     assert rows.stride(2) == 1 and rows.stride(1) == rows.shape[2] and cos.is_contiguous() and sin.is_contiguous()
-    _call(
-        f"rotate_{_SUFFIX[rows.dtype]}",
-        c_void_p(rows.data_ptr()),
-        c_int64(rows.stride(0)),
-        *(c_void_p(t.data_ptr()) for t in (cos, sin)),
-        *(c_int64(n) for n in (len(rows), heads, rows.shape[2], back)),
-    )
+    call("rotate", rows.dtype, rows, rows.stride(0), cos, sin, len(rows), heads, rows.shape[2], back)
 
 
 def swiglu_again(grad: Tensor, gate: Tensor, up: Tensor) -> None:
     """The backward pass of `swiglu` in place: gate and up become their gradients, and grad becomes the output."""
-    _call(
-        f"swiglu_again_{_SUFFIX[gate.dtype]}",
-        *(c_void_p(t.data_ptr()) for t in (grad, gate, up)),
-        c_int64(gate.numel()),
-    )
+    call("swiglu_again", gate.dtype, grad, gate, up, gate.numel())
 
 
 def gate_rows(gate_up: Tensor, limits: GateLimits | None = None) -> Tensor:
@@ -179,12 +133,7 @@ def gate_rows(gate_up: Tensor, limits: GateLimits | None = None) -> Tensor:
     rows, inner = len(gate_up), gate_up.shape[1] // 2
     out = torch.empty(rows, inner, dtype=gate_up.dtype)
     assert gate_up.is_contiguous()
-    _call(
-        f"{'gate_rows' if limits is None else 'limit_rows'}_{_SUFFIX[gate_up.dtype]}",
-        *(c_void_p(t.data_ptr()) for t in (gate_up, out)),
-        *(c_int64(n) for n in (rows, inner)),
-        *_numbers(limits),
-    )
+    call("gate_rows" if limits is None else "limit_rows", gate_up.dtype, gate_up, out, rows, inner, *_numbers(limits))
     return out
 
 
@@ -196,12 +145,10 @@ def gate_rows_again(grad: Tensor, gate_up: Tensor, weight: Tensor, limits: GateL
     assert grad.is_contiguous() and gate_up.is_contiguous() and weight.is_contiguous()
     assert weight.dtype == torch.float32 and gate_up.dtype == grad.dtype
     dweight = torch.empty(len(grad), dtype=torch.float32)
-    _call(
-        f"{'gate_rows_again' if limits is None else 'limit_rows_again'}_{_SUFFIX[grad.dtype]}",
-        *(c_void_p(t.data_ptr()) for t in (grad, gate_up, weight, dweight)),
-        *(c_int64(n) for n in grad.shape),
-        *_numbers(limits),
-    )
+    call(
+        "gate_rows_again" if limits is None else "limit_rows_again", grad.dtype, grad, gate_up, weight, dweight,
+        *grad.shape, *_numbers(limits),
+    )  # fmt: skip
     return dweight
 
 
@@ -214,12 +161,7 @@ def add_rows(total: Tensor, place: Tensor, rows: Tensor, weight: Tensor | None =
     assert total.is_contiguous() and place.is_contiguous() and rows.is_contiguous()
     assert total.dtype == torch.float32 and place.dtype == torch.int64
     assert weight is None or (weight.dtype == torch.float32 and weight.is_contiguous())
-    _call(
-        f"add_rows_{_SUFFIX[rows.dtype]}",
-        *(c_void_p(t.data_ptr()) for t in (total, place, rows)),
-        c_void_p(None if weight is None else weight.data_ptr()),
-        *(c_int64(n) for n in rows.shape),
-    )
+    call("add_rows", rows.dtype, total, place, rows, weight, *rows.shape)
 
 
 def accumulate(total: Tensor | None, part: Tensor) -> Tensor:
@@ -228,11 +170,7 @@ def accumulate(total: Tensor | None, part: Tensor) -> Tensor:
         return part.to(torch.float32, copy=True)
     assert total.is_contiguous()
     part = part.contiguous()
-    _call(
-        f"accumulate_{_SUFFIX[part.dtype]}",
-        *(c_void_p(t.data_ptr()) for t in (total, part)),
-        c_int64(part.numel()),
-    )
+    call("accumulate", part.dtype, total, part, part.numel())
     return total
 
 
@@ -243,15 +181,11 @@ def adamw(part: AdamWPart, factor: float, pace: AdamWPace) -> None:
     assert parameter.dtype == (torch.float32 if rest is None else torch.bfloat16)
     assert all(t.is_contiguous() for t in (parameter, parameter if rest is None else rest, mean, square))
     grad = grad.contiguous()
-    _call(
-        f"adamw_{_SUFFIX[mean.dtype]}",
-        c_void_p(parameter.data_ptr()),
-        c_void_p(None if rest is None else rest.data_ptr()),
-        *(c_void_p(t.data_ptr()) for t in (grad, mean, square)),
-        *(c_float(x) for x in (factor, pace.rate, *pace.betas, pace.eps, pace.decay, *pace.corrections)),
-        c_int64(salt(pace.step)),
-        c_int64(parameter.numel()),
-    )
+    numbers = factor, pace.rate, *pace.betas, pace.eps, pace.decay, *pace.corrections
+    call(
+        "adamw", mean.dtype, parameter, rest, grad, mean, square, *map(c_float, numbers), salt(pace.step),
+        parameter.numel(),
+    )  # fmt: skip
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
@@ -264,12 +198,7 @@ def causal_softmax(scores: Tensor, fold: int, scale: float, window: int | None) 
     """Scores `[N, fold · L, S]` to probabilities, in place: position i of L sees keys up to i + S - L."""
     n, rows, span = scores.shape
     assert scores.is_contiguous()
-    _call(
-        f"causal_softmax_{_SUFFIX[scores.dtype]}",
-        c_void_p(scores.data_ptr()),
-        c_float(scale),
-        *(c_int64(i) for i in (n, fold, rows // fold, span, window or 0)),
-    )
+    call("causal_softmax", scores.dtype, scores, c_float(scale), n, fold, rows // fold, span, window or 0)
     return scores
 
 
@@ -277,13 +206,7 @@ def softmax_backward(probs: Tensor, dprobs: Tensor, delta: Tensor, scale: float)
     """`probs · (dprobs - delta) · scale`, written over `dprobs`; delta is one fp32 number per row."""
     assert probs.is_contiguous() and dprobs.is_contiguous() and delta.dtype == torch.float32
     delta = delta.contiguous()
-    _call(
-        f"softmax_backward_{_SUFFIX[probs.dtype]}",
-        *(c_void_p(t.data_ptr()) for t in (probs, dprobs, delta)),
-        c_float(scale),
-        c_int64(delta.numel()),
-        c_int64(probs.shape[-1]),
-    )
+    call("softmax_backward", probs.dtype, probs, dprobs, delta, c_float(scale), delta.numel(), probs.shape[-1])
     return dprobs
 
 
@@ -306,16 +229,10 @@ def exact_attention(
     assert runs.dtype == torch.int64 and table.dtype == torch.int32
     runs, table = runs.contiguous(), table.contiguous()
     strides = (c_int64 * 8)(*q.stride()[:2], *keys.stride()[:3], *values.stride()[:3])
-    _call(
-        f"exact_attention_{_SUFFIX[q.dtype]}",
-        *(c_void_p(t.data_ptr()) for t in (q, keys, values, runs, table, out)),
-        ctypes.byref(strides),
-        *(c_int64(n) for n in (len(runs), heads, keys.shape[1], dim, page_size)),
-        c_float(scale),
-        c_int64(window or 0),
-        c_float(softcap or 0.0),
-        c_void_p(None if sinks is None else sinks.data_ptr()),
-    )
+    call(
+        "exact_attention", q.dtype, q, keys, values, runs, table, out, strides, len(runs), heads, keys.shape[1], dim,
+        page_size, c_float(scale), window or 0, c_float(softcap or 0.0), sinks,
+    )  # fmt: skip
     return out
 
 
@@ -327,14 +244,10 @@ def attend_spans(
     assert softcap is None and sinks is None
     q, k, v = (_by_rows(t) for t in (q, k, v))
     out, lse = torch.empty(q.shape, dtype=q.dtype), torch.empty(q.shape[:2], dtype=torch.float32)
-    _call(
-        f"attend_spans_{_SUFFIX[q.dtype]}",
-        *(c_void_p(t.data_ptr()) for t in (q, k, v, out, lse, spans.bounds)),
-        ctypes.byref(_strides(q, k, v, out)),
-        *(c_int64(n) for n in (len(spans.bounds), q.shape[1], k.shape[1], q.shape[2])),
-        c_float(scale),
-        c_int64(window or 0),
-    )
+    call(
+        "attend_spans", q.dtype, q, k, v, out, lse, spans.bounds, _strides(q, k, v, out), len(spans.bounds),
+        q.shape[1], k.shape[1], q.shape[2], c_float(scale), window or 0,
+    )  # fmt: skip
     return out, lse
 
 
@@ -357,14 +270,11 @@ def attend_spans_backward(
     q, k, v, grad = (_by_rows(t) for t in (q, k, v, grad))
     heads = [t.shape[1] for t in (q, k, v)]
     dq, dk, dv = torch.split(torch.empty(len(q), sum(heads), q.shape[2], dtype=q.dtype), heads, 1)
-    _call(
-        f"attend_spans_backward_{_SUFFIX[q.dtype]}",
-        *(c_void_p(t.data_ptr()) for t in (q, k, v, out, grad, lse, dq, dk, dv, spans.bounds)),
-        ctypes.byref(_strides(q, k, v, out, grad, dq, dk, dv)),
-        *(c_int64(n) for n in (len(spans.bounds), *heads[:2], q.shape[2])),
-        c_float(scale),
-        c_int64(window or 0),
-    )
+    strides = _strides(q, k, v, out, grad, dq, dk, dv)
+    call(
+        "attend_spans_backward", q.dtype, q, k, v, out, grad, lse, dq, dk, dv, spans.bounds, strides,
+        len(spans.bounds), *heads[:2], q.shape[2], c_float(scale), window or 0,
+    )  # fmt: skip
     return dq, dk, dv, None
 
 
@@ -399,11 +309,7 @@ class _SwiGLU(torch.autograd.Function):
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         gate, up = gate.contiguous(), up.contiguous()
         out = torch.empty_like(gate)
-        _call(
-            f"swiglu_{_SUFFIX[gate.dtype]}",
-            *(c_void_p(t.data_ptr()) for t in (gate, up, out)),
-            c_int64(gate.numel()),
-        )
+        call("swiglu", gate.dtype, gate, up, out, gate.numel())
         keep(ctx, gate, up)
         return out
 
@@ -412,20 +318,8 @@ class _SwiGLU(torch.autograd.Function):
         gate, up = kept(ctx)
         grad = grads[0].contiguous()
         dgate, dup = torch.empty_like(gate), torch.empty_like(up)
-        _call(
-            f"swiglu_backward_{_SUFFIX[gate.dtype]}",
-            *(c_void_p(t.data_ptr()) for t in (grad, gate, up, dgate, dup)),
-            c_int64(gate.numel()),
-        )
+        call("swiglu_backward", gate.dtype, grad, gate, up, dgate, dup, gate.numel())
         return dgate, dup
-
-
-def _call(name: str, *arguments: object) -> None:
-    library = cpu_library()
-    assert library is not None
-    function = getattr(library, name)
-    function.restype = None
-    function(*arguments)
 
 
 DECODING = DecodingKernels(attend=decode_attention, sample=sample)

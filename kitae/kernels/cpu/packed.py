@@ -15,11 +15,10 @@ from torch import Tensor
 
 from kitae.kernels.allocation import take_again
 from kitae.kernels.cpu import amx
-from kitae.kernels.cpu.compile_cpp import cpu_library
+from kitae.kernels.cpu.compile_cpp import SUFFIXES, call, cpu_library
 from kitae.kernels.norms import Norm
 
 _DEPTH = {torch.float32: 16, torch.bfloat16: 32}  # the summed dimension must be a multiple: lines of 64 bytes
-_SUFFIX = {torch.float32: "f32", torch.bfloat16: "bf16"}
 _ROWS = 16  # of a block of a left operand, at most
 _HEAD_DIMS = (16, 32, 64, 80, 96, 128, 256)
 
@@ -63,7 +62,7 @@ class Decoder(ctypes.Structure):
 def available(dtype: torch.dtype) -> bool:
     """Whether there are kernels for these numbers here."""
     library = cpu_library()
-    if library is None or dtype not in _SUFFIX or (dtype == torch.bfloat16 and not amx.available()):
+    if library is None or dtype not in SUFFIXES or (dtype == torch.bfloat16 and not amx.available()):
         return False
     _check_sizes(library)
     return True
@@ -120,7 +119,7 @@ class Packed:
         for turn, weight in enumerate(weights):
             assert weight.dtype == room.dtype and weight.is_contiguous() and weight.shape[1] == self.depth
             assert len(weights) == 1 or len(weight) % (panel_width() // 2) == 0
-            _call("pack", room.dtype, weight, *weight.shape, room, turn, len(weights))
+            call("pack", room.dtype, weight, *weight.shape, room, turn, len(weights))
 
     @property
     def bytes(self) -> int:
@@ -135,7 +134,7 @@ def linear(x: Tensor, weight: Packed, bias: Tensor | None = None) -> Tensor:
     if not rows:
         return out
     room = torch.empty(padded(rows) * weight.depth, dtype=dtype)
-    _call("linear", dtype, x.contiguous(), weight.data, bias, out, rows, weight.columns, weight.depth, room)
+    call("linear", dtype, x.contiguous(), weight.data, bias, out, rows, weight.columns, weight.depth, room)
     return out
 
 
@@ -143,18 +142,18 @@ def norm(x: Tensor, by: Norm) -> Tensor:
     """The norm of each row; no gradients."""
     x = x.contiguous()
     out = torch.empty_like(x)
-    _call("norm", x.dtype, x, by.weight, by.eps, int(by.rule), out, *x.shape)
+    call("norm", x.dtype, x, by.weight, by.eps, int(by.rule), out, *x.shape)
     return out
 
 
 def project(decoder: Decoder, layer: Layer, positions: Tensor, slots: Tensor, dtype: torch.dtype) -> None:
     """The first half of a layer: norm, queries, keys and values, rotary, and the write into the cache."""
-    _call("project", dtype, decoder, layer, positions, slots, len(positions))
+    call("project", dtype, decoder, layer, positions, slots, len(positions))
 
 
 def finish_layer(decoder: Decoder, layer: Layer, mixed: Tensor) -> None:
     """The second half, from the output of attention `[T, heads · dim]`."""
-    _call("finish_layer", mixed.dtype, decoder, layer, mixed.contiguous(), len(mixed))
+    call("finish_layer", mixed.dtype, decoder, layer, mixed.contiguous(), len(mixed))
 
 
 def forward(
@@ -169,7 +168,7 @@ def forward(
     """All layers for rows of several sequences. `table` `[sequences, pages]`, int32; the rest `[T]`, int64."""
     assert table.dtype == torch.int32 and positions.dtype == slots.dtype == sequences.dtype == torch.int64
     tensors = positions.contiguous(), slots.contiguous(), sequences.contiguous(), table.contiguous()
-    _call("forward", dtype, decoder, layers, len(layers), *tensors, table.shape[1], len(positions))
+    call("forward", dtype, decoder, layers, len(layers), *tensors, table.shape[1], len(positions))
 
 
 def padded(rows: int, parts: int = 1) -> int:
@@ -178,21 +177,3 @@ def padded(rows: int, parts: int = 1) -> int:
     parts: operands that these rows are of, at most; each has blocks of its own.
     """
     return (-(-rows // _ROWS) + min(parts, rows) + 1) * _ROWS
-
-
-def _call(name: str, dtype: torch.dtype, *arguments: object) -> None:
-    library = cpu_library()
-    assert library is not None
-    function = getattr(library, f"{name}_{_SUFFIX[dtype]}")
-    function.restype = None
-    function(*map(_as_c, arguments))
-
-
-def _as_c(value: object) -> object:
-    if isinstance(value, Tensor):
-        return c_void_p(value.data_ptr())
-    if isinstance(value, ctypes.Structure | ctypes.Array):
-        return ctypes.byref(value)
-    if isinstance(value, float):
-        return c_double(value)
-    return c_int64(value) if isinstance(value, int) else value
