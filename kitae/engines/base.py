@@ -55,18 +55,19 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One response wanted.
+    """One wanted response.
 
     `Request("17/3", prompt_tokens=(1, 5, 9), sampling=SamplingParams(), seed=987654321, share="17")`
-    Requests with a `share` key and the same prompt compute that prompt once; those with the same key are kept together
-    where there are several engines. `seed` names the random stream: the same seed draws the same numbers whatever else
-    is in the batch (the logits may differ by rounding). `id` must be unique among the requests in flight; it is what
-    `abort` takes. `prior` is what a suspended request had sampled: it is continued, not sampled again, and counts
-    towards max_tokens. `session` names a conversation: the prompt of its next request begins with this one and its
-    completion, so an engine may keep what it computed until then. `experts_from`: the first position whose experts
-    the caller wants to know, where a mixture of experts is sampled from; None: of none. `told`: of these, what is
-    known of a suspended
-    request: its completion begins with them.
+    id: unique among the requests in flight; `abort` takes it.
+    seed: names the random stream: the same seed draws the same numbers whatever else is in the batch (the logits may
+    differ by rounding).
+    share: requests with the same key and the same prompt compute that prompt once, and go to the same engine where
+    there are several.
+    prior: what a suspended request had sampled. It is continued, not sampled again, and counts towards max_tokens.
+    session: names a conversation. The prompt of its next request begins with this prompt and its completion, so an
+    engine may keep its cache until then.
+    experts_from: the first position for which the caller wants the experts that a mixture chose; None: no experts.
+    prior_experts: the experts of the prior tokens from that position on; the completion's experts begin with them.
     """
 
     id: str
@@ -77,7 +78,7 @@ class Request:
     prior: Sampled = field(default_factory=Sampled)
     session: str = ""
     experts_from: int | None = None
-    told: ExpertArray | None = field(default=None, compare=False, repr=False)
+    prior_experts: ExpertArray | None = field(default=None, compare=False, repr=False)
 
 
 def stream_seed(*parts: object) -> int:
@@ -90,10 +91,10 @@ def stream_seed(*parts: object) -> int:
 class Completion:
     """What the engine sampled: `Completion("17/3", (42, 2), (-.1, -.3), versions=(3, 3), finish="stop")`.
 
-    The stop token, or the tokens that complete a stop string, are part of `tokens`. experts: those of positions from
-    `Request.experts_from` up to the last token but one, which is the last that was computed, each as it was chosen when
-    it was computed first: what is computed again may choose others. None: nobody asked, or the engine does not record
-    them, or has lost them.
+    The stop token, or the tokens that complete a stop string, are part of `tokens`.
+    experts: the experts of positions from `Request.experts_from` up to the last token but one, since the last token is
+    never computed. Each is the choice of the first computation: a second one rounds otherwise, and may choose others.
+    None: nobody asked, or the engine does not record experts, or has lost them.
     """
 
     id: str
@@ -112,9 +113,9 @@ class Completion:
 class WeightUpdate:
     """A new policy version: `WeightUpdate(4, manifest, recompute=False)`.
 
-    manifest: what was published, for an engine with weights of its own; None where it shares the trainer's and has them
-    already. Sequences in flight go on: with the keys and values of the old weights in their cache, or, with
-    `recompute`, after these were computed anew.
+    manifest: what was published, for an engine with weights of its own; None for one that shares the trainer's weights.
+    Sequences in flight continue with the keys and values of the old weights in their cache, or, with `recompute`, after
+    these were computed again.
     """
 
     version: int
@@ -124,11 +125,11 @@ class WeightUpdate:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """Counters since the start, and what is happening now.
+    """Counters since the start, and the current state.
 
-    restarts: of an engine's process that was lost; repaired: buckets of weights that a delta left damaged and that were
-    loaded again. engines: that serve behind this one. restored: sequences that came back from the memory of the host
-    after a preemption.
+    restarts: how often an engine's process was lost and started again. repaired: buckets of weights that a delta left
+    damaged and that were loaded again. engines: how many engines serve behind this one. restored: sequences that were
+    swapped in from the memory of the host after a preemption.
     """
 
     version: int
@@ -149,12 +150,12 @@ class EngineStats:
 class Capabilities:
     """What callers must know of an engine before they use it: `Capabilities(shares_weights=False, scores=True)`.
 
-    shares_weights: it samples from the trainer's own parameters: it must stand still while they change, and a weight
-    update is a version number alone. Other engines load what a manifest says.
-    scores: its `probe` gives log-probs of the weights that it has of its own.
+    shares_weights: the engine samples from the trainer's own parameters. It must be paused while they change, and a
+    weight update is a version number alone. Other engines load the weights that a manifest names.
+    scores: its `probe` returns log-probs of its own copy of the weights.
     seeded: the same request gives the same tokens whatever else is in flight, also when it is suspended and continued
-    or its holder is lost, but for a draw that rounding decides.
-    stop_strings: it ends a response at a stop string. One that does not knows tokens alone.
+    or its engine is lost, except where rounding decides a draw.
+    stop_strings: the engine ends a response at a stop string; otherwise it stops at tokens alone.
     """
 
     shares_weights: bool
@@ -165,10 +166,10 @@ class Capabilities:
 
 @runtime_checkable
 class Accountable(Protocol):
-    """An engine that can say who of several others answered, and do without one of them.
+    """An engine that knows which of several servers answered a request, and can do without one of them.
 
-    `sources`: who worked on requests whose ids begin so, up to their last slash; empty where nobody remembers.
-    `refuse`: never use that one again. What it works on goes to others; its answers so far are the caller's to judge.
+    `sources`: the servers that worked on requests with this id up to its last slash; empty where that is forgotten.
+    `refuse`: never use a server again. Its requests in flight go to others; the caller judges its earlier answers.
     """
 
     def sources(self, rollout: str) -> frozenset[str]: ...
@@ -179,20 +180,21 @@ class Engine(Protocol):
     """Async; every method may be called while sequences are in flight.
 
     `generate` raises `RequestError` when the request itself is impossible (empty, or longer than the context or the
-    cache); other requests go on. `pause` returns when no step is running and starts no new one until `resume`;
+    cache); other requests continue. `pause` returns when no step is running and starts no new one until `resume`;
     requests wait meanwhile. `abort` ends a request early: its `generate` returns what was sampled so far with finish
     "abort". `suspend` ends all requests in flight that way, with finish "suspended": a request with that `prior`
-    continues one. `progress` is what each request in flight could be continued from, as far as this side knows,
-    without the first tokens of which the caller says by id how many it has; a request keeps what it has once told.
+    continues one. `progress` returns for each request in flight, by id, the tokens from which it could be continued, as
+    far as this side knows, without the first tokens that the caller has: `known` gives their number by id. Reported
+    tokens are never taken back.
 
     `update_weights` takes effect between two decoding steps, and returns the version that is served; tokens sampled
-    later carry it. It refuses a manifest that does not fit with `EngineError`, and goes on as before. It raises
+    later carry it. It refuses a manifest that does not fit with `EngineError`, and continues as before. It raises
     `WeightsDamaged` when the weights did not arrive whole, and then takes no step until whole ones come. `probe` scores
     a fixed sequence (`kitae.weights.probe`), once for each engine behind this one that has weights of its own and
     scores; an engine that shares the trainer's gives none.
 
-    `close` fails what is in flight with `EngineError`, and whatever would begin or change something raises it
-    afterwards. A caller that is cancelled leaves nothing behind.
+    `close` fails the requests in flight with `EngineError`; afterwards every method that would start or change
+    something raises it. A cancelled caller leaves nothing behind.
     """
 
     @property

@@ -181,8 +181,8 @@ class Fleet:
         if not self._members:
             await self._wait(stay)
         if stay.ending is not None:
-            prior, told = stay.request.prior, stay.request.told
-            return Completion(stay.request.id, prior.tokens, prior.logprobs, prior.versions, stay.ending, told)
+            prior, experts = stay.request.prior, stay.request.prior_experts
+            return Completion(stay.request.id, prior.tokens, prior.logprobs, prior.versions, stay.ending, experts)
         member = stay.member = self._choose(stay.request, key)
         member.load += 1
         try:
@@ -201,9 +201,8 @@ class Fleet:
             stay.member = None
         if done.finish != "suspended" or stay.ending is not None:
             return done
-        stay.request = replace(
-            stay.request, prior=done.sampled, told=stay.request.told if done.experts is None else done.experts
-        )
+        experts = stay.request.prior_experts if done.experts is None else done.experts
+        stay.request = replace(stay.request, prior=done.sampled, prior_experts=experts)
         self._lose(member, "it gave up what it was sampling")  # unless it was asked to leave
         return None
 

@@ -146,8 +146,8 @@ class Episode(RunningEpisode):
         used_up = len(turn.tokens) >= self._tokens_left or not self._has_room(len(turn.tokens))
         return "length" if used_up else None
 
-    async def _generate(self, prior: Sampled, told: ExpertArray | None) -> Completion:
-        """Let the engine generate a turn. prior: the tokens sampled of it so far; told: the experts of those tokens."""
+    async def _generate(self, prior: Sampled, prior_experts: ExpertArray | None) -> Completion:
+        """Let the engine generate a turn. prior: the tokens sampled of it so far; prior_experts: theirs."""
         if self._on.running.suspending:
             raise Suspended
         on, number = self._on, len(self._segments)
@@ -160,7 +160,7 @@ class Episode(RunningEpisode):
             prior=prior,
             session=f"{on.label}/{self._group}/{self._index}" if on.limits.turns > 1 else "",
             experts_from=on.experts_from(self._chain, self._index),
-            told=told,
+            prior_experts=prior_experts,
         )
         self.asking = request.id
         try:

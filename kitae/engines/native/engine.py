@@ -116,7 +116,7 @@ class NativeEngine:
         limit = min(request.sampling.max_tokens, self.policy.max_context - len(request.prompt_tokens))
         prior = request.prior
         sampled = list(prior.tokens), list(prior.logprobs), list(prior.versions)
-        sequence = Decoding(request, request.seed, limit, done, *sampled, experts=request.told)
+        sequence = Decoding(request, request.seed, limit, done, *sampled, experts=request.prior_experts)
         self._commands.put(lambda: self._add(sequence))
         try:
             return await future

@@ -32,7 +32,7 @@ def pack_request(number: int, request: Request) -> bytes:
     header = {"generate": number, **names, "seed": request.seed, "sampling": asdict(request.sampling)}
     header["experts_from"] = request.experts_from
     place, arrays = _parts(request.prior)
-    arrays |= {} if request.told is None else {"experts": request.told}
+    arrays |= {} if request.prior_experts is None else {"experts": request.prior_experts}
     return pack_frame({**header, **place}, {"prompt": np.asarray(request.prompt_tokens, np.int64), **arrays})
 
 
@@ -60,7 +60,7 @@ def request_of(frame: Frame) -> Request:
         session=frame.header["session"],
         prior=sampled_of(frame),
         experts_from=frame.header["experts_from"],
-        told=experts_of(frame),
+        prior_experts=experts_of(frame),
     )
 
 

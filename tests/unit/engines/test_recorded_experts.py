@@ -183,7 +183,7 @@ def test_suspended_and_continued(tiny_policy: TinyPolicy) -> None:
             assert_recorded(policy, request, part)
         other = [None if p.experts is None else p.experts + 100 for p in parts]
         again = [replace(r, prior=p.sampled) for r, p in zip(requests, parts, strict=True)]
-        known = [replace(r, id=f"known {r.id}", told=told) for r, told in zip(again, other, strict=True)]
+        known = [replace(r, id=f"known {r.id}", prior_experts=told) for r, told in zip(again, other, strict=True)]
         return await all_of(engine, again), await all_of(engine, known), other
 
     again, known, other = with_engine(policy, interrupted)

@@ -31,7 +31,7 @@ class Choosing(Engine):
             return done
         computed = (*request.prompt_tokens, *done.tokens)[request.experts_from : -1]
         experts = np.array(computed, dtype=np.uint8)[:, None, None]
-        told = experts[:0] if request.told is None else request.told
+        told = experts[:0] if request.prior_experts is None else request.prior_experts
         assert np.array_equal(told, experts[: len(told)])
         self.told += len(told)
         return replace(done, experts=experts)
@@ -80,7 +80,7 @@ def test_wherever_it_was_cut(way: str, tmp_path: Path) -> None:
         (rollout,) = asyncio.run(asking(engine).group(7, PROMPT, 1, journal)).rollouts
         assert_own(rollout)
         for record, request in zip(known, engine.requests, strict=False):
-            assert request.experts_from or request.told is not None, "what is on record is not told again"
+            assert request.experts_from or request.prior_experts is not None, "what is on record is not told again"
             assert_own(replace(record, chains=(_told(record.chains[0]),)))
         assert_own(journal.rollouts(7)[0])
         told += engine.told

@@ -39,12 +39,18 @@ def test_requests_and_results_travel_exactly(
 
 def test_known_experts_travel() -> None:
     told = np.arange(12, dtype=np.uint8).reshape(3, 2, 2)
-    got = read(engine_frames.pack_request(7, Request("a", (4, 5), SamplingParams(), 1, experts_from=0, told=told)))
+    got = read(
+        engine_frames.pack_request(7, Request("a", (4, 5), SamplingParams(), 1, experts_from=0, prior_experts=told))
+    )
     assert got is not None
     request = engine_frames.request_of(got)
-    assert request.told is not None and request.told.dtype == np.uint8 and np.array_equal(request.told, told)
+    assert (
+        request.prior_experts is not None
+        and request.prior_experts.dtype == np.uint8
+        and np.array_equal(request.prior_experts, told)
+    )
     plain = read(engine_frames.pack_request(7, Request("a", (4, 5), SamplingParams(), 1, experts_from=0)))
-    assert plain is not None and engine_frames.request_of(plain).told is None
+    assert plain is not None and engine_frames.request_of(plain).prior_experts is None
 
 
 def test_half_a_frame_is_none() -> None:

@@ -106,7 +106,7 @@ def test_suspended_and_continued(tiny_folder: Callable[[str], Path]) -> None:
             told = [None if p.experts is None else p.experts + 100 for p in parts]
             assert {p.finish for p in parts} == {"suspended"} and any(t is not None for t in told)
             again = zip(requests, parts, told, strict=True)
-            go_on = [replace(r, id=f"on {r.id}", prior=p.sampled, told=t) for r, p, t in again]
+            go_on = [replace(r, id=f"on {r.id}", prior=p.sampled, prior_experts=t) for r, p, t in again]
             return parts, list(await asyncio.gather(*map(engine.generate, go_on)))
         finally:
             await engine.close()
