@@ -85,7 +85,9 @@ def test_the_numbers_are_those_of_the_whole_batch(tiny_policy: TinyPolicy) -> No
     chosen = algorithm(router_z_coef=0.1, router_balance_coef=0.1)
     found = []
     for cut in CUTS[:3]:
-        worker = make_worker(policy, TrainingConfig(**cut), chosen)
+        policy.plain = not cut.get("share_prompts", True)
+        training = {name: value for name, value in cut.items() if name != "share_prompts"}
+        worker = make_worker(policy, TrainingConfig(**training), chosen)
         numbers = forward_backward(worker, weighted(samples, chosen)).numbers()
         found.append((numbers["router_z"], numbers["router_balance"]))
         policy.model.zero_grad(set_to_none=True)

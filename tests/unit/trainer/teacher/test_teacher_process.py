@@ -164,7 +164,7 @@ def test_its_threads_are_those_of_the_trainer_unless_it_has_its_own(
     before = torch.get_num_threads()
     try:
         config = beside(settings, str(folder)).model_dump(mode="json")
-        _, answer = load({"model": config, "rows": 259, "chunk": 7, "temperature": 1.0})
+        _, answer = load({"model": config, "rows": 259, "token_budget": 40, "temperature": 1.0})
         answer({"id": 1, **job_of(lay_out(SAMPLES[:1]), threads=2)})
         assert torch.get_num_threads() == 2
     finally:
