@@ -16,9 +16,9 @@ from starlette.responses import Response
 from kitae.engines.base import Sampled, stream_seed
 from kitae.serving.admission import AdmissionControl
 from kitae.serving.base import Answer, Ask, Model, OnTokens
-from kitae.serving.fields import Fields
-from kitae.serving.http_bodies import EventStream, Json, json_response, place_of, read_fields, unless_gone
+from kitae.serving.http_bodies import EventStream, Json, json_response, place_of, read_body, unless_gone
 from kitae.serving.refusals import Refused
+from kitae.serving.request_bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from kitae.serving.requests import AnswerOrder, ToolChoice, read_chat, read_completion
 from kitae.serving.responses import AnswerRenderer, Choice, ResponseBuilder, StreamBuilder
 from kitae.serving.text_scoring import ScoredText, TextScorer
@@ -62,30 +62,24 @@ class ChatHandlers:
 
     async def chat(self, request: Request) -> Response:
         """`POST /v1/chat/completions`"""
-        fields = await read_fields(request)
-        fields.ignore(*self._answer_policy.ignored)
-        return await self._serve(request, read_chat(fields, self._renderer.chat, _is_retry(request)))
+        body = await read_body(request)
+        known = {name: value for name, value in body.items() if name not in self._answer_policy.ignored}
+        return await self._serve(request, read_chat(ChatBody.read(known), self._renderer.chat, _is_retry(request)))
 
     async def complete(self, request: Request) -> Response:
         """`POST /v1/completions`"""
-        order = read_completion(await read_fields(request), self._renderer.chat, _is_retry(request))
-        return await self._serve(request, order)
+        body = CompletionBody.read(await read_body(request))
+        return await self._serve(request, read_completion(body, self._renderer.chat, _is_retry(request)))
 
     async def tokenize(self, request: Request) -> Response:
         """`POST /tokenize`: a prompt, or messages with tools, as tokens."""
-        fields = await read_fields(request)
-        tokens = _tokens(fields, self._renderer)
+        tokens = _tokens(TokenizeBody.read(await read_body(request)), self._renderer)
         return json_response({"tokens": tokens, "count": len(tokens)})
 
     async def detokenize(self, request: Request) -> Response:
         """`POST /detokenize`: tokens as a text, special ones too."""
-        fields = await read_fields(request)
-        tokens = fields.take("tokens")
-        fields.ignore("model")
-        fields.finish()
-        if not isinstance(tokens, list) or not all(isinstance(t, int) and 0 <= t < 2**31 for t in tokens):
-            raise Refused("tokens must be a list of token ids", param="tokens")
-        return json_response({"prompt": self._renderer.chat.spell(*tokens)})
+        body = DetokenizeBody.read(await read_body(request))
+        return json_response({"prompt": self._renderer.chat.spell(*body.tokens)})
 
     # One request.
 
@@ -205,18 +199,12 @@ def _is_retry(request: Request) -> bool:
     return request.headers.get("x-stainless-retry-count", "0").strip() not in ("", "0")
 
 
-def _tokens(fields: Fields, renderer: AnswerRenderer) -> list[int]:
-    text = fields.take("prompt")
-    if text is None:
-        fields = Fields({"messages": fields.take("messages"), "tools": fields.take("tools")})
-        ask = read_chat(fields, renderer.chat).asks[0]
-        return list(renderer.chat.encode_prompt(ask.messages, ask.tools))
-    special = fields.flag("add_special_tokens", True)
-    fields.ignore("model")
-    fields.finish()
-    if not isinstance(text, str):
-        raise Refused(f"prompt must be a text, got {type(text).__name__}", param="prompt")
-    return [*(renderer.chat.begin() if special else ()), *renderer.chat.encode(text)]
+def _tokens(body: TokenizeBody, renderer: AnswerRenderer) -> list[int]:
+    chat = renderer.chat
+    if body.prompt is None:
+        ask = read_chat(ChatBody.read({"messages": body.messages, "tools": body.tools}), chat).asks[0]
+        return list(chat.encode_prompt(ask.messages, ask.tools))
+    return [*(chat.begin() if body.add_special_tokens else ()), *chat.encode(body.prompt)]
 
 
 async def no_responses(_: Any) -> Response:

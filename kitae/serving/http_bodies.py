@@ -16,8 +16,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from kitae.errors import EngineError, KitaeError, RequestError, root_cause
-from kitae.serving.fields import Fields
 from kitae.serving.refusals import Refused
+from kitae.serving.request_bodies import read_json
 from kitae.serving.server_metrics import Counters
 
 T = TypeVar("T")
@@ -34,7 +34,7 @@ class GoneError(Exception):
     """The client did not wait."""
 
 
-async def read_fields(request: Request) -> Fields:
+async def read_body(request: Request) -> Json:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":  # a page of somebody else cannot send this without asking first
         raise Refused(f"the content-type must be application/json, got {kind or 'none'}", 415)
@@ -43,7 +43,7 @@ async def read_fields(request: Request) -> Fields:
         body += part
         if len(body) > _MOST_BYTES:
             raise Refused(f"a body must have at most {_MOST_BYTES} bytes, got more", 413)
-    return Fields.read(bytes(body))
+    return read_json(bytes(body))
 
 
 async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:

@@ -1,9 +1,4 @@
-"""What clients ask for, read from the JSON of their requests.
-
-A field is honoured, or the request is refused with a sentence that names it: nothing that a client asks for is quietly
-left out. `ignore` lists what changes nothing about an answer, and `without` what may come only with a value that asks
-for nothing.
-"""
+"""Orders made from the bodies of requests: a request to the model for each answer, and how to return the answers."""
 
 import uuid
 from collections.abc import Mapping
@@ -16,24 +11,19 @@ from kitae.data.messages import read_message, read_tools
 from kitae.engines.base import SamplingParams, stream_seed
 from kitae.errors import DataError
 from kitae.serving.base import Ask
-from kitae.serving.fields import Fields
 from kitae.serving.refusals import Refused
+from kitae.serving.request_bodies import AnswerBody, ChatBody, CompletionBody
 from kitae.types import Message, Tool, Turn
 
-MOST_TOP = 20
-"""Likeliest tokens at a place that a client may ask for."""
-
-_MOST_CHOICES = 128
 _COMPLETION_TOKENS = 16  # what OpenAI's API has where a completion says nothing of max_tokens
 _UNBOUNDED = 1 << 30  # max_tokens of a chat that says nothing of it: the context is the limit
 _COLDEST = 1e-9  # temperature
 _HIGHEST = 2**31 - 1  # of a token id that can be asked about at all; the model has fewer, and says so
-_UNCONSTRAINED = "tokens are drawn from the model as it is"
 
 
 @dataclass(frozen=True, slots=True)
 class ToolChoice:
-    """What calls of tools an answer must have: `ToolChoice(call=True, name="add")`, or at most one with `single`."""
+    """The tool calls that an answer must have: `ToolChoice(call=True, name="add")`; `single` allows at most one."""
 
     call: bool = False
     name: str = ""
@@ -58,10 +48,10 @@ class ToolChoice:
 
 @dataclass(frozen=True, slots=True)
 class AnswerOrder:
-    """One request: an ask for each choice wanted, and how the answers are to be told.
+    """One HTTP request: a request to the model for each choice, and how to return the answers.
 
-    prompt_texts: of a completion, each prompt as text; empty: it is a chat. logprobs: of sampled tokens; top: so many
-    of the likeliest beside each. echo: with the prompt.
+    prompt_texts: the prompts of a completion as texts; empty for a chat. logprobs: return those of sampled tokens. top:
+    return so many of the likeliest tokens beside each. echo: return the prompt before the answer.
     """
 
     id: str
@@ -91,146 +81,87 @@ class AnswerOrder:
         return len(self.asks) // (len(self.prompt_texts) or 1)
 
 
-def read_chat(fields: Fields, chat: Chat, retry: bool = False) -> AnswerOrder:
-    """The body of `POST /v1/chat/completions`."""
-    messages = _messages(fields.take("messages"))
-    tool_choice, tools = _tools(fields)
-    logprobs, top = fields.flag("logprobs"), fields.integer("top_logprobs", 0, least=0, most=MOST_TOP)
-    if top and not logprobs:
-        raise Refused(f"top_logprobs needs logprobs = true, got {top} without it", param="top_logprobs")
-    kind = fields.section("response_format")
-    if (wanted := kind.take("type")) not in (None, "text"):
-        raise Refused(
-            f"response_format must be of type 'text', got {clip(repr(wanted))}: {_UNCONSTRAINED}",
-            param="response_format",
-        )
-    fields.without("modalities", [["text"]], "the model writes text")
-    fields.without("reasoning_effort", ["none"], "the model decides how long it thinks")
-    fields.without("chat_template_kwargs", [{}], "the chat template is used as it is")
-    for name in ("functions", "function_call"):
-        fields.without(name, [], "it has become tools and tool_choice")
-    for name in ("audio", "prediction", "web_search_options", "verbosity"):
-        fields.without(name, [], "the model only writes text")
-    common = _common(fields, "chatcmpl", chat, _UNBOUNDED)
-    ask = Ask(common.id, messages=messages, tools=tools, sampling=common.sampling, retry=retry)
-    fields.finish()
+def read_chat(body: ChatBody, chat: Chat, retry: bool = False) -> AnswerOrder:
+    messages = _messages(body.messages)
+    tool_choice, tools = _tools(body)
+    if body.top_logprobs and not body.logprobs:
+        message = f"top_logprobs needs logprobs = true, got {body.top_logprobs} without it"
+        raise Refused(message, param="top_logprobs")
+    id, sampling = f"chatcmpl-{uuid.uuid4().hex}", _sampling(body, chat, _UNBOUNDED)
+    ask = Ask(id, messages=messages, tools=tools, sampling=sampling, retry=retry)
     return AnswerOrder(
-        common.id,
-        common.model,
-        _asks([ask], common),
-        stream=common.stream,
-        usage=common.usage,
-        logprobs=logprobs,
-        top=top,
-        token_ids=common.token_ids,
+        id,
+        body.model,
+        _asks([ask], body),
+        stream=body.stream,
+        usage=_usage(body),
+        logprobs=body.logprobs,
+        top=body.top_logprobs,
+        token_ids=body.return_token_ids,
         tool_choice=tool_choice,
     )
 
 
-def read_completion(fields: Fields, chat: Chat, retry: bool = False) -> AnswerOrder:
-    """The body of `POST /v1/completions`."""
-    prompts = _prompts(fields.take("prompt"), chat)
-    echo = fields.flag("echo")
-    logprobs = fields.take("logprobs")
-    if logprobs is not None and (isinstance(logprobs, bool) or not isinstance(logprobs, int)):
-        raise Refused(f"logprobs must be a whole number, got {clip(repr(logprobs))}", param="logprobs")
-    if logprobs is not None and not 0 <= logprobs <= MOST_TOP:
-        raise Refused(f"logprobs must be from 0 to {MOST_TOP}, got {logprobs}", param="logprobs")
-    fields.without("suffix", [""], "the model writes from left to right")
-    common = _common(fields, "cmpl", chat, _COMPLETION_TOKENS, least=0 if echo else 1)
-    fields.without("best_of", [common.n], "every answer is returned: set n alone")
-    asks = [Ask(common.id, prompt_tokens=tokens, sampling=common.sampling, retry=retry) for tokens, _ in prompts]
-    fields.finish()
+def read_completion(body: CompletionBody, chat: Chat, retry: bool = False) -> AnswerOrder:
+    prompts = _prompts(body.prompt, chat)
+    id, sampling = f"cmpl-{uuid.uuid4().hex}", _sampling(body, chat, _COMPLETION_TOKENS, least=0 if body.echo else 1)
+    if body.best_of not in (None, body.n):
+        message = f"best_of is not supported, only {body.n}: every answer is returned: set n alone; got {body.best_of}"
+        raise Refused(message, param="best_of")
+    asks = [Ask(id, prompt_tokens=tokens, sampling=sampling, retry=retry) for tokens, _ in prompts]
     return AnswerOrder(
-        common.id,
-        common.model,
-        _asks(asks, common),
+        id,
+        body.model,
+        _asks(asks, body),
         tuple(text for _, text in prompts),
-        stream=common.stream,
-        usage=common.usage,
-        logprobs=logprobs is not None,
-        top=logprobs or 0,
-        token_ids=common.token_ids,
-        echo=echo,
+        stream=body.stream,
+        usage=_usage(body),
+        logprobs=body.logprobs is not None,
+        top=body.logprobs or 0,
+        token_ids=body.return_token_ids,
+        echo=body.echo,
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Common:
-    id: str
-    model: str
-    n: int
-    seed: int | None
-    sampling: SamplingParams
-    stream: bool
-    usage: bool
-    token_ids: bool
-
-
-def _common(fields: Fields, prefix: str, chat: Chat, most: int, least: int = 1) -> _Common:
-    """What both kinds of request say. most and least: of max_tokens, where it is not given, and that may be given."""
-    stream = fields.flag("stream")
-    options = fields.section("stream_options")
-    usage = options.flag("include_usage")
-    options.ignore("include_obfuscation")
-    options.finish()
-    if usage and not stream:
+def _usage(body: AnswerBody) -> bool:
+    """Whether the stream ends with the number of tokens used."""
+    if body.stream_options.include_usage and not body.stream:
         raise Refused("stream_options needs stream = true, got it without", param="stream_options")
-    fields.ignore("user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "service_tier")
-    fields.without("store", [False], "answers are not kept")
-    fields.without("logit_bias", [{}], _UNCONSTRAINED)
-    fields.without("frequency_penalty", [0], _UNCONSTRAINED)
-    fields.without("presence_penalty", [0], _UNCONSTRAINED)
-    fields.without("repetition_penalty", [1], _UNCONSTRAINED)
-    fields.without("min_tokens", [0], _UNCONSTRAINED)
-    seed = fields.take("seed")
-    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
-        raise Refused(f"seed must be a whole number, got {clip(repr(seed))}", param="seed")
-    return _Common(
-        id=f"{prefix}-{uuid.uuid4().hex}",
-        model=fields.text("model"),
-        n=fields.integer("n", 1, least=1, most=_MOST_CHOICES),
-        seed=seed,
-        sampling=_sampling(fields, chat, most, least),
-        stream=stream,
-        usage=usage,
-        token_ids=fields.flag("return_token_ids"),
-    )
+    return body.stream_options.include_usage
 
 
-def _sampling(fields: Fields, chat: Chat, most: int, least: int) -> SamplingParams:
-    given = {fields.integer(name, most, least=least) for name in ("max_tokens", "max_completion_tokens")} - {most}
+def _sampling(body: AnswerBody, chat: Chat, default: int, least: int = 1) -> SamplingParams:
+    """default: of max_tokens, where the body has none; least: the smallest that it may have."""
+    given = {n for n in (body.max_tokens, body.max_completion_tokens) if n is not None}
     if len(given) > 1:
-        raise Refused(f"max_tokens and max_completion_tokens must agree, got {min(given)} and {max(given)}",
-                      param="max_tokens")  # fmt: skip
-    top_p = fields.number("top_p", 1.0, least=0.0, most=1.0)
-    if top_p == 0:
+        message = f"max_tokens and max_completion_tokens must agree, got {min(given)} and {max(given)}"
+        raise Refused(message, param="max_tokens")
+    if given and min(given) < least:
+        raise Refused(f"max_tokens must be at least {least}, got {min(given)}", param="max_tokens")
+    if body.top_p == 0:
         raise Refused("top_p must be above 0, got 0; for the likeliest token set temperature = 0", param="top_p")
-    temperature = fields.number("temperature", 1.0, least=0.0)
-    if 0 < temperature < _COLDEST:  # logits divided by it would not be finite, and end the engine
-        raise Refused(f"temperature must be 0 or at least {_COLDEST:g}, got {temperature:g}", param="temperature")
-    stops = fields.take("stop_token_ids") or []
-    if not isinstance(stops, list) or not all(isinstance(token, int) for token in stops):
-        raise Refused(f"stop_token_ids must be a list of token ids, got {clip(repr(stops))}", param="stop_token_ids")
-    ends = () if fields.flag("ignore_eos") else chat.stop_tokens
+    if 0 < body.temperature < _COLDEST:  # logits divided by it would not be finite, and end the engine
+        message = f"temperature must be 0 or at least {_COLDEST:g}, got {body.temperature:g}"
+        raise Refused(message, param="temperature")
+    ends = () if body.ignore_eos else chat.stop_tokens
     return SamplingParams(
-        temperature=temperature,
-        max_tokens=given.pop() if given else most,
-        top_p=top_p,
-        top_k=max(0, fields.integer("top_k", 0, least=-1)),
-        min_p=fields.number("min_p", 0.0, least=0.0, most=1.0),
-        stop_tokens=(*ends, *stops),
-        stop_strings=fields.texts("stop"),
+        temperature=body.temperature,
+        max_tokens=given.pop() if given else default,
+        top_p=body.top_p,
+        top_k=max(0, body.top_k),
+        min_p=body.min_p,
+        stop_tokens=(*ends, *body.stop_token_ids),
+        stop_strings=body.stop,
     )
 
 
-def _asks(prompts: list[Ask], common: _Common) -> tuple[Ask, ...]:
-    """n of each prompt, with ids and random streams of their own."""
+def _asks(prompts: list[Ask], body: AnswerBody) -> tuple[Ask, ...]:
+    """n requests for each prompt, with ids and random streams of their own."""
     found: list[Ask] = []
     for ask in prompts:
-        for _ in range(common.n):
+        for _ in range(body.n):
             index = len(found)
-            seed = None if common.seed is None else stream_seed(common.seed, index)
+            seed = None if body.seed is None else stream_seed(body.seed, index)
             found.append(replace(ask, id=f"{ask.id}/{index}", seed=seed))
     return tuple(found)
 
@@ -287,13 +218,13 @@ def _message(number: int, turn: Any) -> Message:
     return replace(read, content=text_of(read), parts=())  # text in parts is one text: many templates know no parts
 
 
-def _tools(fields: Fields) -> tuple[ToolChoice, tuple[Tool, ...]]:
+def _tools(body: ChatBody) -> tuple[ToolChoice, tuple[Tool, ...]]:
     try:
-        tools = read_tools(_functions(fields.take("tools")))
+        tools = read_tools(_functions(body.tools))
     except DataError as error:
         raise Refused(str(error), param="tools") from None
-    single = not fields.flag("parallel_tool_calls", True)
-    choice = fields.take("tool_choice")
+    single = not body.parallel_tool_calls
+    choice = body.tool_choice
     names = [str(tool["function"]["name"]) for tool in tools]
     match choice:
         case None | "auto":

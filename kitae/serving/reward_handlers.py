@@ -22,9 +22,9 @@ from starlette.routing import BaseRoute, Route
 
 from kitae.data.data_files import clip
 from kitae.serving.admission import AdmissionControl
-from kitae.serving.fields import Fields
-from kitae.serving.http_bodies import endpoint, json_response, read_fields, unless_gone
+from kitae.serving.http_bodies import endpoint, json_response, read_body, unless_gone
 from kitae.serving.refusals import Refused
+from kitae.serving.request_bodies import RequestBody
 from kitae.serving.server_metrics import Counters
 from kitae.verifiers.reward_model_verifier import RewardService
 
@@ -34,18 +34,27 @@ Talk = tuple[list[Any], str]
 _MOST_ITEMS = 1024
 
 
+class ScoreBody(RequestBody):
+    """The body of `POST /v1/score`, in any of its three forms."""
+
+    model: str = ""
+    items: list[Any] | None = None
+    text_1: str | None = None
+    text_2: str | None = None
+    messages: Any = None
+    response: Any = None
+    user: Any = None
+
+
 class RewardHandlers:
     def __init__(self, service: RewardService, name: str, admission: AdmissionControl) -> None:
         self._service, self._name, self._admission = service, name, admission
 
     async def score(self, request: Request) -> Response:
-        fields = await read_fields(request)
-        model = fields.text("model")
-        if model and model != self._name:
-            raise Refused(f"there is no model {model!r} here, only {self._name!r}", 404, param="model")
-        talks, alone = _talks(fields)
-        fields.ignore("user")
-        fields.finish()
+        body = ScoreBody.read(await read_body(request))
+        if body.model and body.model != self._name:
+            raise Refused(f"there is no model {body.model!r} here, only {self._name!r}", 404, param="model")
+        talks, alone = _talks(body)
         with self._admission.take(len(talks)):
             work = asyncio.gather(*(self._one(*talk) for talk in talks))
             found = await unless_gone(request.receive, work)
@@ -70,20 +79,18 @@ def reward_routes(handlers: RewardHandlers, counters: Counters) -> list[BaseRout
     ]
 
 
-def _talks(fields: Fields) -> tuple[list[Talk], bool]:
-    """And whether there is but one, by itself."""
-    items = fields.take("items")
+def _talks(body: ScoreBody) -> tuple[list[Talk], bool]:
+    """The answers to score, and whether the body has a single one instead of a list."""
+    items = body.items
     if items is not None:
-        if not isinstance(items, list) or not 0 < len(items) <= _MOST_ITEMS:
+        if not 0 < len(items) <= _MOST_ITEMS:
             raise Refused(f"items must be a list of 1 to {_MOST_ITEMS} objects, got {clip(repr(items))}", param="items")
         return [_talk(item, f"items[{i}]") for i, item in enumerate(items)], False
-    question, answer = fields.take("text_1"), fields.take("text_2")
-    if question is not None or answer is not None:
-        if not isinstance(question, str) or not isinstance(answer, str):
+    if body.text_1 is not None or body.text_2 is not None:
+        if body.text_1 is None or body.text_2 is None:
             raise Refused("text_1 and text_2 must both be texts", param="text_1")
-        return [([{"role": "user", "content": question}], answer)], True
-    talk = {"messages": fields.take("messages"), "response": fields.take("response")}
-    return [_talk(talk, "the body")], True
+        return [([{"role": "user", "content": body.text_1}], body.text_2)], True
+    return [_talk({"messages": body.messages, "response": body.response}, "the body")], True
 
 
 def _talk(item: Any, where: str) -> Talk:

@@ -423,13 +423,6 @@ class Journal:
             "WHERE f.fate != 'skipped' ORDER BY r.group_id, r.sample"
         )
 
-    def unjudged(self) -> Iterator[tuple[int, int, int, None]]:
-        """The same of rollouts of pending groups that have no verdict, or could not be judged; their step is 0."""
-        yield from self._reader.execute(
-            "SELECT group_id, sample, 0, NULL FROM rollouts WHERE value IS NULL "
-            "AND group_id NOT IN (SELECT group_id FROM fates) ORDER BY 1, 2"
-        )
-
     def pass_rates(self) -> dict[str, tuple[int, float]]:
         """By prompt id, the group in which it was asked and judged the last time, and its mean score. Groups that were
         called off do not count: some of their answers may be missing."""

@@ -1,4 +1,4 @@
-"""Tokens as text, by the tokenizer that a run used, without a model and without torch."""
+"""The texts of tokens, from the tokenizer of a run, without loading a model or torch."""
 
 import threading
 from functools import lru_cache
@@ -12,14 +12,14 @@ _lock = threading.Lock()
 
 
 def pieces(run: Path, tokens: list[int]) -> list[str] | None:
-    """The text of each token; None: the tokenizer is not on this machine.
+    """The text of each token; None where the tokenizer is not on this machine.
 
-    A character that several tokens make together belongs to the last of them; the others are empty.
+    Where several tokens make one character together, the last of them gets the character and the others are empty.
     """
     tokenizer = _tokenizer(_file(run))
     if tokenizer is None:
         return None
-    with _lock:  # one decoder at a time: it is fast, and need not be safe for threads
+    with _lock:  # one decoder at a time: decoding is fast, and a tokenizer need not be safe for threads
         return _split(tokenizer, tokens)
 
 
@@ -41,7 +41,7 @@ _LONGEST_CHARACTER = 6  # tokens
 
 
 def _file(run: Path) -> Path | None:
-    """Of the trained model if there is one, else of the model that the run began with."""
+    """The tokenizer file of the trained model if there is one, else that of the model that the run began with."""
     if (own := run / "model" / "tokenizer.json").is_file():
         return own
     from kitae.models.load import find_model

@@ -1,9 +1,9 @@
-"""Who may ask: the checks before every answer, and the headers on it.
+"""Access control of `kitae ui`: the checks before every answer, and the headers on it.
 
-What a model wrote is hostile text. The page shows it as text alone, and these headers keep a browser from making more
-of it: no script but the page's own, no frame, no guessing of types. A page of somebody else cannot read answers
-either: the name in the Host header must be one of this machine (DNS rebinding), and where other machines can reach the
-server, a token is needed, which is a cookie after the first visit.
+The text of a model may be hostile. The page shows it as plain text, and these headers keep a browser from running it:
+no script but the page's own, no frame, no guessing of types. Pages of other sites cannot read answers, because the name
+in the Host header must be one of this machine (against DNS rebinding). Where other machines can reach the server, every
+request needs a token, which is a cookie after the first visit.
 """
 
 import hmac
@@ -33,7 +33,10 @@ HEADERS = {
 
 @dataclass(frozen=True, slots=True)
 class Door:
-    """Where the server listens, and what it asks for there: `Door("127.0.0.1")`, `Door("0.0.0.0", token="4f…")`."""
+    """The host on which the server listens, and the token that it requires.
+
+    `Door("127.0.0.1")`, `Door("0.0.0.0", token="4f…")`
+    """
 
     host: str
     token: str = ""
@@ -43,7 +46,7 @@ class Door:
             raise ValueError(f"a server that others can reach needs a token, got none for {self.host}")
 
     def knows(self, name: str) -> bool:
-        """Whether a Host header, without its port, means this server. A name that anybody can point here does not."""
+        """Whether a name from a Host header, without its port, is a name of this server."""
         return means(self.host, name)
 
     def admits(self, token: str) -> bool:
@@ -51,7 +54,7 @@ class Door:
 
 
 class Guard:
-    """ASGI middleware around everything the server answers."""
+    """ASGI middleware that checks every request and adds the headers to every answer."""
 
     def __init__(self, app: ASGIApp, door: Door) -> None:
         self._app = app
@@ -74,7 +77,7 @@ class Guard:
         await answer(scope, receive, send_guarded)
 
     def _refusal(self, scope: Scope) -> ASGIApp | None:
-        """What is answered instead; None: the request is let through."""
+        """The answer to a request that is refused; None for a request that is let through."""
         headers = Headers(scope=scope)
         name = host_name(headers.get("host", ""))
         if not self._door.knows(name):
@@ -91,14 +94,14 @@ class Guard:
         return PlainTextResponse("open the address that kitae ui printed, with its token", 401)
 
     def _welcome(self, scope: Scope) -> ASGIApp:
-        """The token goes from the address, where a history would keep it, into a cookie."""
+        """Move the token from the address, which a browser keeps in its history, into a cookie."""
         answer = RedirectResponse(scope["path"] or "/", 303)
         answer.set_cookie(cookie_name(scope), self._door.token, httponly=True, samesite="lax")
         return answer
 
 
 def cookie_name(scope: Scope) -> str:
-    """One for each port: cookies do not know ports, and there may be several servers on a machine."""
+    """The name has the port, because browsers share cookies between the ports of a machine."""
     return f"kitae-ui-{(scope.get('server') or ('', 0))[1]}"
 
 

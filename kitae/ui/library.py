@@ -1,4 +1,4 @@
-"""Which runs may be read: those that were named, and those in folders that were named. Nothing else has an address."""
+"""The runs that may be read: those that were named, and those in folders that were named."""
 
 import threading
 from collections.abc import Sequence
@@ -9,9 +9,9 @@ from kitae.store.run_folder import is_run
 
 
 class Library:
-    """Runs by key. A key is looked up, never joined to a path, so there is no way from it to another folder.
+    """Runs by key. A key is looked up and never joined to a path, so no key leads to another folder.
 
-    Folders are looked through again whenever the list is asked for: runs that start later appear.
+    Every call of `runs` searches the folders again, so runs that start later appear.
     """
 
     def __init__(self, places: Sequence[Path]) -> None:
@@ -44,7 +44,7 @@ class Library:
 
 
 def _runs_of(place: Path) -> list[Path]:
-    """A link that leads out of the place is not followed."""
+    """The runs in a folder. A symbolic link that leads out of the folder is not followed."""
     if is_run(place):
         return [place]
     if not place.is_dir():
@@ -54,6 +54,6 @@ def _runs_of(place: Path) -> list[Path]:
 
 
 def file_of(run: Path, name: str) -> Path | None:
-    """A file of a run folder, if it is there and no link to somewhere else."""
+    """A file of a run folder; None where it is missing or a link to another place."""
     path = run / name
     return path if path.is_file() and path.resolve().is_relative_to(run.resolve()) else None

@@ -1,4 +1,4 @@
-"""Server-sent events: which runs have changed. The page then asks again for what it shows."""
+"""Server-sent events with the keys of the runs that have changed. The page then requests what it shows again."""
 
 import asyncio
 import json
@@ -9,13 +9,13 @@ from kitae.store.run_summary import RunView
 from kitae.ui.library import Library
 
 _WATCHED = ("config.json", "journal.sqlite", "journal.sqlite-wal", "metrics.jsonl", "timeline.jsonl", "console.log")
-_HEARTBEAT = 15.0  # seconds without news after which a sign of life is sent, so that a dead connection is noticed
+_HEARTBEAT = 15.0  # seconds without a change after which a comment is sent, so that a dead connection is noticed
 
 Stamp = tuple[tuple[int, int], ...]
 
 
 class RunWatcher:
-    """What runs look like from outside, for one reader. `changed` names those that look otherwise than before."""
+    """The state of all runs, for one client. `changed` returns the runs whose state differs from the last call."""
 
     def __init__(self, library: Library) -> None:
         self._library = library
@@ -23,14 +23,14 @@ class RunWatcher:
         self.changed()
 
     def changed(self) -> list[str]:
-        """Keys of runs that are new, gone, were written to, or whose process has ended."""
+        """The keys of runs that are new, gone, were written to, or whose process has ended."""
         before, self._seen = self._seen, {}
         for key, folder in self._library.runs().items():
             self._seen[key] = self._look(folder, before.get(key))
         return sorted(key for key in before.keys() | self._seen.keys() if before.get(key) != self._seen.get(key))
 
     def _look(self, folder: Path, before: tuple[Stamp, str] | None) -> tuple[Stamp, str]:
-        """A process that is killed writes nothing: of a running run, the lock is looked at each time."""
+        """The lock of a running run is checked each time, because a process that is killed writes nothing."""
         stamp = tuple(_stamp(folder / name) for name in _WATCHED)
         if before is not None and before[0] == stamp and before[1] != "running":
             return before
@@ -45,8 +45,8 @@ def _stamp(path: Path) -> tuple[int, int]:
     return stat.st_mtime_ns, stat.st_size
 
 
-async def news(library: Library, every: float = 1.0) -> AsyncIterator[str]:
-    """Messages without end: `data: {"runs": ["quickstart-001"]}`."""
+async def change_events(library: Library, every: float = 1.0) -> AsyncIterator[str]:
+    """An endless stream of events: `data: {"runs": ["quickstart-001"]}`."""
     watcher = await asyncio.to_thread(RunWatcher, library)
     yield "retry: 2000\n\n"
     quiet = 0.0

@@ -1,4 +1,4 @@
-"""Runs from outside: the list, one of them, several beside each other."""
+"""Runs as a whole: the list of runs, the details of one, and several compared."""
 
 import math
 import sqlite3
@@ -14,6 +14,8 @@ from kitae.ui import prompt_history
 from kitae.ui.library import file_of
 from kitae.ui.records import (
     ConsoleEnd,
+    Diagnosed,
+    Diagnosis,
     Event,
     HeldOutPairing,
     Pairing,
@@ -33,7 +35,7 @@ _CERTAIN = 1.96  # standard errors to each side: 95 %
 
 
 def summary(key: str, run: Path, tables: Tables) -> RunSummary:
-    """A run that cannot be read is listed all the same, with the problem."""
+    """A line of the list. A run that cannot be read has a line too, with the problem."""
     view, settings, problem = RunView(run), dict[str, Any](), ""
     try:
         settings = raw_settings(run)
@@ -67,7 +69,7 @@ def summary(key: str, run: Path, tables: Tables) -> RunSummary:
 
 
 def _title(settings: dict[str, Any]) -> str:
-    """How, on what and with what: `"grpo · reverse · smollm2-135m"`."""
+    """The algorithm, the data and the model: `"grpo · reverse · smollm2-135m"`."""
     how = settings.get("algorithm.preset") or settings.get("method.kind") or settings.get("method.name")
     data = (settings.get(f"data.{source}") for source in ("task", "gym", "path", "hub"))
     parts = (how, next(filter(None, data), None), settings.get("model.path"))
@@ -108,6 +110,13 @@ def console(run: Path) -> ConsoleEnd:
         return ConsoleEnd(file.read().decode("utf-8", "replace"), size <= _CONSOLE_END)
 
 
+def diagnosis(run: Path) -> Diagnosis:
+    from kitae.observe.diagnosis import RULES, diagnose  # only here: the rules import settings and algorithms
+
+    found = [Diagnosed(f.rule, f.severity, f.title, f.evidence, f.advice) for f in diagnose(run)]
+    return Diagnosis(found, len(RULES))
+
+
 def compare(found: Sequence[tuple[str, Path]], tables: Tables) -> RunComparison:
     """The first run against the others."""
     settings = [raw_settings(run) for _, run in found]
@@ -145,7 +154,7 @@ def paired_record(key: str, paired: "PairedRuns") -> HeldOutPairing:
 
 
 def pair(key: str, first: dict[str, float], second: dict[str, float]) -> Pairing | None:
-    """None: too few prompts in common to say anything."""
+    """The comparison of two runs on the prompts of both; None where they have fewer than two prompts in common."""
     common = first.keys() & second.keys()
     n = len(common)
     if n < 2:

@@ -1,4 +1,4 @@
-"""Prompts over their visits: how often each was answered rightly, and what became of that."""
+"""The history of each training prompt: its mean score at every visit, and the kind of prompt that this makes it."""
 
 import json
 import sqlite3
@@ -27,7 +27,7 @@ def count_rollouts(run: Path) -> int:
 
 
 def history(run: Path, kind: str = "", at: int = 0, limit: int = PAGE) -> PromptPage:
-    """Prompts of one kind, or of all: what was asked most often comes first."""
+    """The prompts of one kind, or all. Those that were asked most often come first."""
     if kind and kind not in KINDS:
         raise StoreError(f"kind must be one of {', '.join(KINDS)}, got {kind!r}")
     with reading(run) as db:
@@ -49,7 +49,7 @@ def history(run: Path, kind: str = "", at: int = 0, limit: int = PAGE) -> Prompt
 
 
 def last_rates(run: Path) -> dict[str, float]:
-    """Of each prompt, the mean score at its last visit; empty where there is no journal to read."""
+    """The mean score of each prompt at its last visit; empty where the journal cannot be read."""
     try:
         with reading(run) as db:
             return {prompt: visits[-1][2] for prompt, visits in _visits(db).items()}
@@ -70,7 +70,7 @@ def kind_of(rates: Sequence[float]) -> str:
 
 
 def _visits(db: sqlite3.Connection) -> Visits:
-    """By prompt, group, step and rate of each visit, in order. Greedy answers, which are a baseline, do not count."""
+    """The group, step and mean score of each visit, in order, by prompt. Greedy answers do not count."""
     rates = dict(
         db.execute(
             f"SELECT r.group_id, avg(r.value) FROM {brief_table(db)} WHERE r.value IS NOT NULL AND r.sample >= 0 "

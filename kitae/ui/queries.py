@@ -1,8 +1,8 @@
-"""Rollouts by page: questions to the journal that read no more of it than they must.
+"""Pages of rollouts: queries that read no more of the journal than they need.
 
 A row of the journal is wide: tokens, log-probs, text. The narrow columns behind them are in the index `rollouts_brief`,
-so that filters and orders read that alone; lengths are in the heads of the rows. What a text contains can only be found
-by reading it: such a search is done in pieces, each as long as `SEARCH_SECONDS`, and says where to go on.
+so that filters and orders read only the index; lengths are in the heads of the rows. A search in texts must read them.
+It works in pieces of `SEARCH_SECONDS` each, and returns where to continue.
 """
 
 import json
@@ -38,7 +38,7 @@ ORDERS = {
     "longest": "-n",
     "shortest": "n",
 }
-"""By what rollouts are ordered, smallest first, before the order of groups; nothing: by that alone."""
+"""The expression by which rollouts are ordered, smallest first, before the order of groups; empty: groups alone."""
 
 FATES = {
     "trained": "IN (SELECT group_id FROM fates WHERE fate = 'trained')",
@@ -48,7 +48,7 @@ FATES = {
     "closed": "IN (SELECT group_id FROM fates WHERE fate != 'skipped')",
     "kept": "NOT IN (SELECT group_id FROM fates WHERE fate = 'skipped')",
 }
-"""What may have become of a group, and which ones that is. closed: trained or dropped; kept: that, or pending."""
+"""The fates of a group as conditions on its id. closed: trained or dropped; kept: trained, dropped or pending."""
 
 Key = tuple[int, int]
 Place = tuple[float, int, int]  # what a rollout is ordered by, and its key
@@ -56,7 +56,7 @@ Place = tuple[float, int, int]  # what a rollout is ordered by, and its key
 
 @dataclass(frozen=True, slots=True)
 class PageCursor:
-    """Behind which rollout to go on, and how many came before: `PageCursor(-1.0, group=17, sample=3, position=50)`.
+    """The rollout after which to continue, and its position: `PageCursor(-1.0, group=17, sample=3, position=50)`.
 
     A page finds its place by the values of its last row, not by counting: every page takes as long as the first.
     """
@@ -110,7 +110,7 @@ class RolloutFilter:
 
     @property
     def needs_brief(self) -> bool:
-        """Some filter or the order is by what only the index has."""
+        """Whether a filter or the order uses a column that only the index has."""
         bounds = (self.reward_min, self.reward_max)
         return (
             bounds != (None, None) or self.order in ("best", "worst") or bool(self.finish + self.verdict + self.status)
@@ -119,7 +119,7 @@ class RolloutFilter:
 
 @contextmanager
 def reading(run: Path) -> Iterator[sqlite3.Connection]:
-    """The journal of a run as it is now. A connection for each request: a run may end, or go on, in between."""
+    """A connection to the journal of a run. Each request has its own, because the run may end or go on in between."""
     connection = open_reader(run / "journal.sqlite")
     try:
         connection.execute(f"PRAGMA mmap_size = {_MAPPED}")  # pages are looked at, not copied, into a cache that is new
@@ -144,7 +144,7 @@ def rollouts(run: Path, wanted: RolloutFilter, after: PageCursor | None = None, 
 
 
 def all_rollouts(run: Path, wanted: RolloutFilter) -> Iterator[tuple[Brief, int]]:
-    """Page after page, each with how many pass all filters but the text."""
+    """The rows of all pages, each with the number of rollouts that pass all filters except the text."""
     after: PageCursor | None = None
     while True:
         page = rollouts(run, wanted, after)
@@ -155,7 +155,7 @@ def all_rollouts(run: Path, wanted: RolloutFilter) -> Iterator[tuple[Brief, int]
 
 
 def count_groups(run: Path, wanted: RolloutFilter) -> int:
-    """How many groups have a rollout that passes all filters but the text."""
+    """The number of groups that have a rollout which passes all filters except the text."""
     with reading(run) as db:
         source, values = _source(db, wanted)
         return int(db.execute(f"SELECT count(DISTINCT r.group_id) {source}", values).fetchone()[0])
@@ -164,7 +164,7 @@ def count_groups(run: Path, wanted: RolloutFilter) -> int:
 def _ordered(
     db: sqlite3.Connection, order: str, source: str, values: Sequence[Any], after: PageCursor | None, limit: int
 ) -> list[Place]:
-    """What a rollout is ordered by, and its key; so many of them behind a cursor."""
+    """The order value and the key of the next `limit` rollouts behind a cursor."""
     lead, values = ORDERS[order] or "0.0", list(values)
     sense, sign = (">", "") if order == "oldest" else ("<", "-")
     if after is not None:
@@ -179,7 +179,7 @@ def _ordered(
 
 
 def _source(db: sqlite3.Connection, wanted: RolloutFilter) -> tuple[str, list[Any]]:
-    """FROM and WHERE, and the values of their question marks."""
+    """The FROM and WHERE clauses, and the values of their parameters."""
     tables, conditions, values = brief_table(db), list[str](), list[Any]()
     if wanted.needs_length:
         lengths = f"(SELECT group_id, sample, {LENGTH} AS n FROM rollouts NOT INDEXED)"
@@ -210,7 +210,7 @@ def _source(db: sqlite3.Connection, wanted: RolloutFilter) -> tuple[str, list[An
 
 
 def brief_table(db: sqlite3.Connection) -> str:
-    """The table of rollouts as `r`, by its narrow index; a journal that was begun without it is read in full."""
+    """The table of rollouts as `r`, read through its narrow index; without the index it is read in full."""
     known = db.execute("SELECT 1 FROM sqlite_master WHERE type = 'index' AND name = ?", (BRIEF,)).fetchone()
     return f"rollouts r INDEXED BY {BRIEF}" if known else "rollouts r"
 
@@ -218,8 +218,8 @@ def brief_table(db: sqlite3.Connection) -> str:
 def _search(
     db: sqlite3.Connection, text: str, ordered: Sequence[Place], limit: int, deadline: float
 ) -> tuple[list[Place], int]:
-    """Of rollouts in order, those whose text, prompt or verdict holds the words, and how many were looked at: at least
-    a few of them, however late it is."""
+    """The rollouts whose text, prompt or verdict contains the text, in order, and how many were searched. At least
+    `_AT_LEAST` are searched, even after the deadline."""
     pattern, written = _pattern(text), _pattern(json.dumps(text)[1:-1])
     holds = " OR ".join(
         [f"{column} LIKE ?3 ESCAPE '\\'" for column in (TEXT, "r.detail")]
@@ -239,7 +239,7 @@ _SAID = (
     "({column} LIKE ?4 ESCAPE '\\' AND EXISTS (SELECT 1 FROM json_tree({column}) t WHERE t.type = 'text' AND "
     "t.key NOT IN ('role', 'id', 'call_id', 'type') AND t.atom LIKE ?3 ESCAPE '\\'))"
 )
-"""Messages are kept as JSON: what was said in them, not how they are written down. Most are refused at first sight."""
+"""A condition on messages, which are stored as JSON: it compares the texts in them. The first part is a fast test."""
 
 
 def _pattern(text: str) -> str:
@@ -280,18 +280,18 @@ def _brief(row: tuple[Any, ...]) -> Brief:
 
 
 def model_length(chains: str) -> int:
-    """Tokens that the model sampled, of a rollout's shape as the journal has it."""
+    """The number of tokens that the model sampled, from the shape of a rollout in the journal."""
     return sum(length for _, segments in json.loads(chains) for source, length, *_ in segments if source == "model")
 
 
 def question(messages: str) -> str:
-    """The last thing that was said before the model's turn, cut to an excerpt."""
+    """The last message before the turn of the model, cut to an excerpt."""
     said = json.loads(messages)
     return str(said[-1]["content"])[:_EXCERPT] if said else ""
 
 
 def errors(run: Path) -> ErrorList:
-    """Answers that could not be judged, by reason; numbers and quotations in it make no other one."""
+    """The answers that could not be judged, by reason, whatever numbers and quotations the reason has."""
     kinds: dict[str, list[tuple[int, int, int | None, str]]] = {}
     with reading(run) as db:
         keys = list(

@@ -24,7 +24,7 @@ from kitae.observe import timeline
 from kitae.observe.machine import machine_of
 from kitae.store.disk import write_whole
 from kitae.store.run_summary import RunView, look
-from kitae.ui import findings, overview, prompt_history, queries, samples, schedule
+from kitae.ui import overview, prompt_history, queries, samples, schedule
 from kitae.ui.records import (
     AnswerPair,
     GroupView,
@@ -141,7 +141,7 @@ def report_answers(run: Path) -> dict[str, Any]:
         one: detail,
         f"{one}/series": series,
         f"{one}/timeline": shown,
-        f"{one}/diagnosis": findings.diagnosis(run),
+        f"{one}/diagnosis": overview.diagnosis(run),
         f"{one}/report": _report(view, detail, every, evaluations),
     }
 

@@ -1,4 +1,4 @@
-"""A group beside each other, and one sample token by token."""
+"""The samples of a group, and one sample token by token."""
 
 import json
 import math
@@ -69,7 +69,7 @@ def _sample(rollout: Rollout) -> SampleView:
 
 
 def _said(rollout: Rollout) -> str:
-    """Its text; where that lies in a file that is damaged, what is wrong with it."""
+    """The text of a rollout, or the error where its file is damaged."""
     try:
         return str(rollout.text)
     except StoreError as error:
@@ -89,7 +89,7 @@ def _text(value: Any) -> str:
 
 
 def tokens(run: Path, number: int, sample: int) -> SampleTokens:
-    """The columns of the journal, and those that training noted, where it did."""
+    """The columns of the journal, and those that training recorded (`observe.tokens`)."""
     journal = Journal(run / "journal.sqlite", read_only=True)
     try:
         rollout = next((r for r in journal.rollouts(number) if r.index == sample), None)
@@ -124,8 +124,8 @@ def _chain(run: Path, chain: Chain, noted: Mapping[str, Sequence[float]]) -> tup
 
 
 def _laid_out(values: Sequence[float], by_model: Sequence[bool], prompt: int) -> list[float | None] | None:
-    """A column as long as what follows the prompt, of one that has the whole chain, all that follows the prompt, or the
-    tokens of the model alone; None: it has none of these lengths."""
+    """A recorded column, laid out over the tokens behind the prompt. It may have a value for each token of the chain,
+    for each token behind the prompt, or for each token of the model; None where it has another length."""
     if len(values) == prompt + len(by_model):
         values = values[prompt:]
     if len(values) == len(by_model):
@@ -141,7 +141,7 @@ def _finite(value: float) -> float | None:
 
 
 def _noted(run: Path, step: int | None, number: int, sample: int) -> dict[str, Sequence[float]]:
-    """What `observe.tokens` has of a sample, by column."""
+    """The columns that `observe.tokens` recorded for a sample."""
     if step is None:
         return {}
     try:
@@ -152,7 +152,7 @@ def _noted(run: Path, step: int | None, number: int, sample: int) -> dict[str, S
 
 
 def _of_chain(noted: Mapping[str, Sequence[float]], chain: int) -> dict[str, Sequence[float]]:
-    """The part of the columns that is about one of a sample's contexts, without what the journal says already."""
+    """The values of one chain of a sample, without the columns that the journal has as well."""
     which = noted.get("chain")
     return {
         name: values if which is None else [value for value, of in zip(values, which, strict=True) if of == chain]

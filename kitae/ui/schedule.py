@@ -1,4 +1,4 @@
-"""Who worked when, in some steps of a run: timeline.jsonl as bars in lanes."""
+"""The timeline of some steps of a run: the rows of timeline.jsonl as bars in lanes."""
 
 import json
 import re
@@ -12,12 +12,12 @@ from kitae.ui.records import LaneSpan, LaneView
 
 STEPS = 8
 _MOST_SPANS = 4000
-_AHEAD = 16  # steps before and after in which sampling may have been at work for others meanwhile
+_AHEAD = 16  # steps before and after whose samples may have been generated in the same time
 _OF_GROUPS = ("generate", "verify")
 
 
 def schedule(run: Path, last: int | None = None, steps: int = STEPS) -> LaneView:
-    """The `steps` steps that end with `last` (default: the last ones of the run), and all who worked in that time."""
+    """The `steps` steps that end with `last` (default: the last steps of the run), and all spans of that time."""
     lines = _lines(run)
     of = max(lines, default=0)
     end_step = of if last is None else max(1, min(last, of))
@@ -41,7 +41,7 @@ def schedule(run: Path, last: int | None = None, steps: int = STEPS) -> LaneView
 
 
 def _busy(rows: list[dict[str, Any]], start: float, end: float) -> dict[str, float]:
-    """The share of this time alone: what reaches beyond it is cut."""
+    """The share of this time in which each part worked. Spans that reach beyond the time are cut."""
     cut = [
         {**row, "start": max(start, row["start"]), "end": min(end, row["end"])} for row in rows if row["part"] in PARTS
     ]
@@ -51,7 +51,7 @@ def _busy(rows: list[dict[str, Any]], start: float, end: float) -> dict[str, flo
 
 
 def _lines(run: Path) -> dict[int, list[bytes]]:
-    """The lines of each step: only those that are shown are worth reading in full."""
+    """The lines of each step, not parsed: only the steps that are shown are."""
     path = file_of(run, FILE)
     found: dict[int, list[bytes]] = {}
     for line in path.read_bytes().splitlines() if path else ():
@@ -74,7 +74,7 @@ def _rows(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
 
 
 def _placed(row: dict[str, Any], ends: list[float]) -> LaneSpan:
-    """In the first lane of its part that is free at that time."""
+    """The span in the first lane of its part that is free at that time."""
     lane = next((i for i, end in enumerate(ends) if end <= row["start"]), len(ends))
     ends[lane:] = [row["end"], *ends[lane + 1 :]]
     return LaneSpan(row["part"], row["step"], lane, row["start"], row["end"])

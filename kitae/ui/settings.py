@@ -11,7 +11,7 @@ from kitae.ui.records import Setting
 
 
 def raw_settings(run: Path) -> dict[str, Any]:
-    """config.json as it is, flat: settings of another version or of another kind of run are settings too."""
+    """config.json with flat keys, without validation: the settings may be of another version or kind of run."""
     path = file_of(run, "config.json")
     values = json.loads(path.read_text()) if path else {}
     flat: dict[str, Any] = {}
@@ -24,7 +24,7 @@ def raw_settings(run: Path) -> dict[str, Any]:
 
 
 def settings_of(run: Path) -> list[Setting]:
-    """What is not the default comes first. Where that cannot be known, nothing counts as changed."""
+    """The settings, first those that differ from their defaults. If that cannot be known, none counts as changed."""
     try:
         changed = set(RunView(run).config.changed())
     except (KitaeError, OSError):

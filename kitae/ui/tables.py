@@ -1,4 +1,4 @@
-"""metrics.jsonl as columns. A file is read once, and of a growing one only what was added."""
+"""metrics.jsonl as columns. Of a file that has grown, only the new lines are read."""
 
 import json
 import math
@@ -25,7 +25,7 @@ class LineReader:
         self._offset = 0
 
     def read(self, path: Path) -> tuple[bool, list[Any]]:
-        """Whether the file began anew (a resumed run replaces it), and the values of new lines."""
+        """Whether the file was replaced, as a resumed run does, and the values of its new lines."""
         with path.open("rb") as file:
             stat = path.stat()
             anew = stat.st_ino != self._inode or stat.st_size < self._offset
@@ -43,11 +43,11 @@ def _values(lines: Iterable[bytes]) -> Iterable[Any]:
         try:
             yield json.loads(line)
         except ValueError:
-            continue  # cut off by a crash, and gone on after it
+            continue  # a crash cut the line off, and the resumed run wrote on behind it
 
 
 class MetricTable:
-    """The steps of a run and its evaluations, each a column by name. Lines of a step that come apart are one row."""
+    """The steps of a run and its evaluations, as columns by name. All lines of one step are one row."""
 
     def __init__(self) -> None:
         self._reader = LineReader()
@@ -70,12 +70,12 @@ class MetricTable:
                 (self.evaluations if row.get("kind") == "eval" else self.steps).add(_own_names(row))
 
     def series(self, names: Iterable[str]) -> Series:
-        """Some columns of the steps, and all of the evaluations."""
+        """Some columns of the steps, and all columns of the evaluations."""
         known = {name: self.steps.columns[name] for name in names if name in self.steps.columns}
         return Series(self.steps.at, known, self.evaluations.at, self.evaluations.columns)
 
     def points(self) -> list[HeldOut]:
-        """Evaluations whose answers could be judged."""
+        """The evaluations that have a mean."""
         columns = self.evaluations.columns
         low, high = columns.get("avg_low"), columns.get("avg_high")
         return [
@@ -90,7 +90,7 @@ class MetricTable:
 
 
 def _own_names(row: dict[str, Any]) -> dict[str, Any]:
-    """Numbers of another suite than the run's own task have its name before theirs: `"gsm8k/avg"`."""
+    """The row; the names of numbers of another suite than the run's own task begin with that suite: `"gsm8k/avg"`."""
     suite = row.get("suite")
     return row if suite is None else {"step": row["step"], **{f"{suite}/{name}": row[name] for name in row}}
 
@@ -114,14 +114,14 @@ _NO_NUMBER = object()
 
 
 def _number(value: Any) -> Any:
-    """A text is no number, null is one that is not known."""
+    """A finite number, None for null or NaN, and `_NO_NUMBER` for any other value."""
     if isinstance(value, bool) or not isinstance(value, (int, float, type(None))):
         return _NO_NUMBER
     return None if value is None or not math.isfinite(value) else value
 
 
 class Tables:
-    """Those of the runs that were looked at last."""
+    """The tables of the runs that were requested last."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -138,7 +138,7 @@ class Tables:
             )
 
     def names(self, run: Path) -> tuple[list[str], list[str]]:
-        """Of the columns of steps and of evaluations; those without any value are left out."""
+        """The names of the columns of steps and of evaluations that have at least one value."""
         with self._lock:
             table = self._fresh(run)
             steps, evaluations = (
@@ -166,7 +166,7 @@ _USUAL = 9  # steps whose median is the usual time of one
 
 @dataclass(frozen=True, slots=True)
 class Glance:
-    """What the list of runs says of the metrics of one: `Glance(15, "reward", [0.3, …, 0.9], points, 3.1, 654.0)`."""
+    """The metrics of a run in the list of runs: `Glance(15, "reward", [0.3, …, 0.9], points, 3.1, 654.0)`."""
 
     step: int
     metric: str
@@ -191,6 +191,6 @@ class Glance:
 
 
 def _thinned(column: Column) -> Column:
-    """At most `_RECENT` points over the whole, the last one among them."""
+    """At most `_RECENT` values, evenly spaced, with the last one."""
     every = -(-len(column) // _RECENT)
     return column[::-1][::every][::-1] if column else []

@@ -1,4 +1,4 @@
-"""The server: addresses, what they answer, and the program around it. It reads; there is nothing that writes."""
+"""The server of `kitae ui`: its addresses, their handlers, and the program around them. No handler writes anything."""
 
 import secrets
 from collections.abc import Callable, Sequence
@@ -23,14 +23,14 @@ from kitae.ui.tables import Tables
 
 STATIC = Path(__file__).parent / "static"
 _COMPARED = range(2, 7)
-_LAST_WORDS = 1  # seconds for open connections when the server is stopped
-_FOREVER = "public, max-age=31536000, immutable"  # the names of assets say what is in them
+_GRACE = 1  # seconds for open connections when the server is stopped
+_FOREVER = "public, max-age=31536000, immutable"  # the name of an asset has a hash of its content
 
 T = TypeVar("T")
 
 
-class Window:
-    """The answers. Each takes a request and returns records; `_json` makes a response of them."""
+class RunPages:
+    """The handlers. Each takes a request and returns records, of which `_json` makes a response."""
 
     def __init__(self, library: Library) -> None:
         self._library = library
@@ -52,7 +52,7 @@ class Window:
             Route(f"{one}/errors", _json(lambda request: queries.errors(self._folder(request)))),
             Route(f"{one}/timeline", _json(self._timeline)),
             Route(f"{one}/console", _json(lambda request: overview.console(self._folder(request)))),
-            Route(f"{one}/diagnosis", _json(self._diagnosis)),
+            Route(f"{one}/diagnosis", _json(lambda request: overview.diagnosis(self._folder(request)))),
         ]
 
     def _folder(self, request: Request) -> Path:
@@ -104,11 +104,6 @@ class Window:
         steps = min(64, max(1, _given(asked.get("steps"), int) or schedule.STEPS))
         return schedule.schedule(self._folder(request), _given(asked.get("last"), int), steps)
 
-    def _diagnosis(self, request: Request) -> Any:
-        from kitae.ui import findings  # the rules know settings and algorithms, for which no other page need wait
-
-        return findings.diagnosis(self._folder(request))
-
     def _compare(self, request: Request) -> Any:
         keys = [key for key in request.query_params.get("runs", "").split(",") if key]
         if len(keys) not in _COMPARED:
@@ -116,7 +111,7 @@ class Window:
         return overview.compare([(key, self._library.find(key)) for key in keys], self._tables)
 
     async def _live(self, request: Request) -> Response:
-        return StreamingResponse(live_events.news(self._library), media_type="text/event-stream")
+        return StreamingResponse(live_events.change_events(self._library), media_type="text/event-stream")
 
 
 def _page(request: Request) -> Response:
@@ -133,7 +128,7 @@ def _given(text: str | None, kind: Callable[[str], T]) -> T | None:
 
 
 def _json(answer: Callable[[Request], Any]) -> Callable[[Request], Response]:
-    """An endpoint that runs in a thread of its own; an error of Kitae's is a JSON object with its text."""
+    """An endpoint that runs in a thread of its own. An error of Kitae becomes a JSON object with its message."""
 
     def endpoint(request: Request) -> Response:
         try:
@@ -153,14 +148,14 @@ class _Assets(StaticFiles):
 
 
 def make_app(library: Library, door: Door) -> Starlette:
-    routes = Window(library).routes()
+    routes = RunPages(library).routes()
     app = Starlette(routes=routes, middleware=[Middleware(Guard, door=door)])
     app.mount("/assets", _Assets(directory=STATIC / "assets"))
     return app
 
 
 def serve(places: Sequence[Path], host: str, port: int, ready: Callable[[str], None]) -> None:
-    """Until Ctrl-C. `ready` gets the address, token included, when the port is taken."""
+    """Serve until Ctrl-C. `ready` is called with the address, including the token, when the server has its port."""
     library = Library(places)
     door = Door(host, "" if is_loopback(host) else secrets.token_urlsafe(24))
     taken = listen(host, port)
@@ -172,6 +167,6 @@ def serve(places: Sequence[Path], host: str, port: int, ready: Callable[[str], N
         lifespan="off",
         ws="none",
         server_header=False,
-        timeout_graceful_shutdown=_LAST_WORDS,
+        timeout_graceful_shutdown=_GRACE,
     )
     uvicorn.Server(config).run(sockets=[taken])

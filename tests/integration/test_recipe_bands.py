@@ -3,9 +3,10 @@
 from pathlib import Path
 
 import pytest
+from recipe_bands import falls_short
 
 from kitae.api import train
-from kitae.config.measured import falls_short, measurements
+from kitae.config.measured import measurements
 from kitae.store.run_folder import Metrics
 
 pytestmark = pytest.mark.slow

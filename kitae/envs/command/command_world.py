@@ -29,7 +29,6 @@ from starlette.routing import Mount, Route
 
 from kitae.clients.addresses import address_of, listen
 from kitae.data.chat import Chat
-from kitae.data.data_files import clip
 from kitae.envs.base import Outcome
 from kitae.envs.config import read_params
 from kitae.envs.episode_processes import EpisodeProcesses, EpisodeProcessLost
@@ -38,10 +37,10 @@ from kitae.section import Section
 from kitae.serving.admission import AdmissionControl
 from kitae.serving.app import chat_routes, make_app, name_routes
 from kitae.serving.base import Model
-from kitae.serving.fields import is_number
 from kitae.serving.handlers import AnswerPolicy, ChatHandlers
-from kitae.serving.http_bodies import endpoint, json_response, read_fields
+from kitae.serving.http_bodies import endpoint, json_response, read_body
 from kitae.serving.refusals import Refused
+from kitae.serving.request_bodies import RequestBody
 from kitae.serving.responses import AnswerRenderer
 from kitae.serving.running_server import serving
 from kitae.serving.server_metrics import Counters
@@ -55,6 +54,11 @@ _MOST_REQUESTS = 10_000  # in flight, for all episodes together; each has limits
 _FOREVER = 1e9  # seconds; the episode has its own time limit
 _HINTS = ("reasoning_effort", "verbosity")  # request fields without effect, as the run decides how to sample
 _EPISODES = "/episodes/{token}"
+
+
+class _RewardBody(RequestBody):
+    reward: float
+    detail: str = ""
 
 
 class CommandParams(Section):
@@ -135,12 +139,8 @@ class CommandWorld:
 
     async def _reward(self, request: Request) -> Response:
         agent = self._find(request)
-        fields = await read_fields(request)
-        reward, detail = fields.take("reward"), fields.text("detail")
-        fields.finish()
-        if not is_number(reward):
-            raise Refused(f"reward must be a finite number, got {clip(repr(reward))}", param="reward")
-        return json_response({"ended": True, "reward": agent.reward(Outcome(float(reward), detail))})
+        body = _RewardBody.read(await read_body(request))
+        return json_response({"ended": True, "reward": agent.reward(Outcome(body.reward, body.detail))})
 
 
 class CommandAgent:

@@ -3,10 +3,11 @@
 from pathlib import Path
 
 import pytest
+from recipe_bands import falls_short
 
 from kitae.config import measured
 from kitae.config.locate import shipped_recipes
-from kitae.config.measured import Measurement, by_hardware, falls_short, measurements, told, write
+from kitae.config.measured import Measurement, by_hardware, measurements, told, write
 from kitae.errors import ConfigError
 
 

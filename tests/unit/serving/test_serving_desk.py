@@ -290,7 +290,7 @@ REFUSED: list[tuple[str, dict[str, Any], str | None, str]] = [
     (CHAT, {"messages": [{"role": "me", "content": "x"}]}, "messages[0]", "must be one of system"),
     (CHAT, {"messages": HELLO, "frobnicate": 1}, "frobnicate", "unknown field 'frobnicate'"),
     (CHAT, {"messages": HELLO, "temprature": 1}, "temprature", "did you mean 'temperature'?"),
-    (CHAT, {"messages": HELLO, "n": 0}, "n", "n must be from 1 to 128, got 0"),
+    (CHAT, {"messages": HELLO, "n": 0}, "n", "n must be at least 1, got 0"),
     (CHAT, {"messages": HELLO, "n": True}, "n", "n must be a whole number, got True"),
     (CHAT, {"messages": HELLO, "temperature": -1}, "temperature", "temperature must be at least 0, got -1"),
     (CHAT, {"messages": HELLO, "top_p": 0}, "top_p", "top_p must be above 0"),
@@ -324,7 +324,7 @@ REFUSED: list[tuple[str, dict[str, Any], str | None, str]] = [
     (TEXT, {"prompt": "x", "max_tokens": 0}, "max_tokens", "max_tokens must be at least 1, got 0"),
     (TEXT, {"prompt": "x", "suffix": "y"}, "suffix", "from left to right"),
     (TEXT, {"prompt": "x", "best_of": 3}, "best_of", "set n alone"),
-    (TEXT, {"prompt": "x", "logprobs": 99}, "logprobs", "logprobs must be from 0 to 20, got 99"),
+    (TEXT, {"prompt": "x", "logprobs": 99}, "logprobs", "logprobs must be at most 20, got 99"),
     (TEXT, {"prompt": "x", "echo": True, "max_tokens": 0, "logprobs": True}, "logprobs", "whole number, got True"),
 ]
 

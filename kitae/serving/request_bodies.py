@@ -1,0 +1,198 @@
+"""The bodies of requests as models: the fields that OpenAI's clients send, and what each of them may be.
+
+A field is honoured, or the request is refused with a sentence that names the field: nothing that a client asks for is
+quietly left out. `only` marks a field that this server cannot honour: it may come with a neutral value alone. Fields of
+type `Ignored` have no effect on an answer. null means the same as an absent field, as OpenAI's clients have it.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Self
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, model_validator
+
+from kitae.data.data_files import clip
+from kitae.plugins import nearest
+from kitae.serving.refusals import Refused
+
+MOST_TOP = 20
+"""The largest number of likeliest tokens at a position that a client may ask for."""
+
+_MOST_CHOICES = 128
+_UNCONSTRAINED = "tokens are drawn from the model as it is"
+_KINDS = {
+    "int_type": "a whole number",
+    "float_type": "a number",
+    "finite_number": "a finite number",
+    "bool_type": "true or false",
+    "string_type": "a text",
+    "list_type": "a list",
+    "model_type": "an object",
+}
+
+Ignored = Any
+
+
+class RequestBody(BaseModel):
+    """`RewardBody.read({"reward": 1.0})` raises `Refused` for the first field that is wrong or unknown."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, body: Any) -> Any:
+        return {name: value for name, value in body.items() if value is not None} if isinstance(body, Mapping) else body
+
+    @classmethod
+    def read(cls, body: Mapping[str, Any]) -> Self:
+        try:
+            return cls.model_validate(body)
+        except ValidationError as error:
+            raise _refusal(error.errors(include_url=False)[0], cls) from None
+
+
+def _refusal(problem: Any, kind: type[RequestBody]) -> Refused:
+    name, bounds = ".".join(map(str, problem["loc"])), problem.get("ctx", {})
+    match problem["type"]:
+        case "extra_forbidden":
+            hint = nearest(name, sorted(kind.model_fields))
+            return Refused(f"unknown field {name!r}{hint}", param=name, code="unknown_field")
+        case "missing":
+            return Refused(f"{name} is needed", param=name)
+        case "greater_than_equal":
+            wanted = f"at least {bounds['ge']:g}"
+        case "less_than_equal":
+            wanted = f"at most {bounds['le']:g}"
+        case other:
+            wanted = _KINDS.get(other, other)
+    return Refused(f"{name} must be {wanted}, got {clip(repr(problem['input']))}", param=name)
+
+
+def read_json(body: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise Refused(f"the body must be JSON: {clip(str(error))}") from None
+    if not isinstance(found, dict):
+        raise Refused(f"the body must be a JSON object, got {clip(repr(found))}")
+    return found
+
+
+def only(neutral: Sequence[Any], why: str) -> AfterValidator:
+    """Marks a field that may come only with a value that asks for nothing."""
+
+    def check(value: Any, info: ValidationInfo) -> Any:
+        if value not in neutral:
+            shown = f", only {json.dumps(neutral[0])}" if neutral else ""
+            name = str(info.field_name)
+            raise Refused(f"{name} is not supported{shown}: {why}; got {clip(json.dumps(value))}", param=name)
+        return value
+
+    return AfterValidator(check)
+
+
+def _texts(value: Any, info: ValidationInfo) -> tuple[str, ...]:
+    """One text or a list of them, none of them empty."""
+    found = [value] if isinstance(value, str) else value
+    if not isinstance(found, list) or not all(isinstance(text, str) and text for text in found):
+        name = str(info.field_name)
+        message = f"{name} must be a text or a list of texts, none of them empty, got {clip(repr(value))}"
+        raise Refused(message, param=name)
+    return tuple(found)
+
+
+class StreamOptions(RequestBody):
+    include_usage: bool = False
+    include_obfuscation: Ignored = None
+
+
+class AnswerBody(RequestBody):
+    """The fields that chats and completions share."""
+
+    model: str = ""
+    n: int = Field(1, ge=1, le=_MOST_CHOICES)
+    seed: int | None = None
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+    return_token_ids: bool = False
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    temperature: float = Field(1.0, ge=0)
+    top_p: float = Field(1.0, ge=0, le=1)
+    top_k: int = Field(0, ge=-1)
+    min_p: float = Field(0.0, ge=0, le=1)
+    stop: Annotated[Any, AfterValidator(_texts)] = ()
+    stop_token_ids: list[int] = []
+    ignore_eos: bool = False
+    user: Ignored = None
+    metadata: Ignored = None
+    safety_identifier: Ignored = None
+    prompt_cache_key: Ignored = None
+    prompt_cache_retention: Ignored = None
+    service_tier: Ignored = None
+    store: Annotated[Any, only([False], "answers are not kept")] = None
+    logit_bias: Annotated[Any, only([{}], _UNCONSTRAINED)] = None
+    frequency_penalty: Annotated[Any, only([0], _UNCONSTRAINED)] = None
+    presence_penalty: Annotated[Any, only([0], _UNCONSTRAINED)] = None
+    repetition_penalty: Annotated[Any, only([1], _UNCONSTRAINED)] = None
+    min_tokens: Annotated[Any, only([0], _UNCONSTRAINED)] = None
+
+
+def _text_format(value: Any) -> Any:
+    wanted = value.get("type") if isinstance(value, Mapping) else value
+    if wanted not in (None, "text"):
+        message = f"response_format must be of type 'text', got {clip(repr(wanted))}: {_UNCONSTRAINED}"
+        raise Refused(message, param="response_format")
+    return value
+
+
+_ONLY_TEXT = "the model only writes text"
+_RENAMED = "it has become tools and tool_choice"
+
+
+class ChatBody(AnswerBody):
+    """The body of `POST /v1/chat/completions`. `kitae.serving.requests` reads messages and tools."""
+
+    messages: Any = None
+    tools: Any = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool = True
+    logprobs: bool = False
+    top_logprobs: int = Field(0, ge=0, le=MOST_TOP)
+    response_format: Annotated[Any, AfterValidator(_text_format)] = None
+    modalities: Annotated[Any, only([["text"]], "the model writes text")] = None
+    reasoning_effort: Annotated[Any, only(["none"], "the model decides how long it thinks")] = None
+    chat_template_kwargs: Annotated[Any, only([{}], "the chat template is used as it is")] = None
+    functions: Annotated[Any, only([], _RENAMED)] = None
+    function_call: Annotated[Any, only([], _RENAMED)] = None
+    audio: Annotated[Any, only([], _ONLY_TEXT)] = None
+    prediction: Annotated[Any, only([], _ONLY_TEXT)] = None
+    web_search_options: Annotated[Any, only([], _ONLY_TEXT)] = None
+    verbosity: Annotated[Any, only([], _ONLY_TEXT)] = None
+
+
+class CompletionBody(AnswerBody):
+    """The body of `POST /v1/completions`. `kitae.serving.requests` reads the prompt."""
+
+    prompt: Any = None
+    echo: bool = False
+    logprobs: int | None = Field(None, ge=0, le=MOST_TOP)
+    suffix: Annotated[Any, only([""], "the model writes from left to right")] = None
+    best_of: int | None = None
+
+
+class TokenizeBody(RequestBody):
+    """The body of `POST /tokenize`: a prompt, or messages with tools."""
+
+    model: Ignored = None
+    prompt: str | None = None
+    messages: Any = None
+    tools: Any = None
+    add_special_tokens: bool = True
+
+
+class DetokenizeBody(RequestBody):
+    """The body of `POST /detokenize`."""
+
+    model: Ignored = None
+    tokens: list[Annotated[int, Field(ge=0, le=2**31 - 1)]]
