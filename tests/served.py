@@ -23,7 +23,7 @@ from kitae.serving.handlers import AnswerPolicy, ChatHandlers
 from kitae.serving.responses import AnswerRenderer
 from kitae.serving.server_metrics import Counters
 from kitae.serving.start_server import ServerSettings, app_of
-from kitae.serving.streamed_text import tells_early
+from kitae.serving.streamed_text import streams_early
 from kitae.serving.text_scoring import TextScorer
 from kitae.serving.token_text import TokenText
 
@@ -103,7 +103,7 @@ def pieces(sampled: Sampled, random: random.Random) -> list[Sampled]:
 
 
 def renderer_of(tokenizer: Any, chat: Chat) -> AnswerRenderer:
-    return AnswerRenderer("tiny", chat, TokenText(tokenizer), tells_early(tokenizer))
+    return AnswerRenderer("tiny", chat, TokenText(tokenizer), streams_early(tokenizer))
 
 
 def scripted_client(tokenizer: Any, model: Scripted, answer_policy: AnswerPolicy | None = None) -> httpx.AsyncClient:

@@ -1,4 +1,4 @@
-"""The addresses of a server, and who may ask at them."""
+"""The addresses of a server, and the check of its key."""
 
 import hmac
 from collections.abc import Awaitable, Callable, Sequence
@@ -23,10 +23,10 @@ _OPEN = ("/health",)
 
 
 class KeyGuard:
-    """ASGI middleware: without the key nothing is answered but `/health`.
+    """ASGI middleware: a request without the key gets no answer, except at `/health`.
 
-    Where there is no key, the server listens on the loopback address alone, and the Host header must name this machine:
-    a page of somebody else that had its name pointed here is not answered.
+    A server without a key listens on the loopback address alone, and the Host header must name this machine (against
+    DNS rebinding).
     """
 
     def __init__(self, app: ASGIApp, host: str, key: str = "") -> None:
@@ -70,7 +70,7 @@ def chat_routes(handlers: ChatHandlers, counters: Counters) -> list[BaseRoute]:
 
 
 def model_routes(handlers: ChatHandlers, counters: Counters) -> list[BaseRoute]:
-    """All that a language model answers."""
+    """All routes of a language model."""
     return [
         *chat_routes(handlers, counters),
         Route("/v1/completions", endpoint(handlers.complete, counters), methods=["POST"]),
@@ -81,7 +81,7 @@ def model_routes(handlers: ChatHandlers, counters: Counters) -> list[BaseRoute]:
 
 
 def name_routes(name: str, context: int, counters: Counters) -> list[BaseRoute]:
-    """What models there are: one. context: tokens that it can read; 0 is not told."""
+    """The list of models, which has one. context: the length of its context in tokens; 0: it is left out."""
     listed: dict[str, Any] = {"id": name, "object": "model", "created": 0, "owned_by": "kitae"}
     listed |= {"max_model_len": context} if context else {}
 
@@ -109,7 +109,7 @@ def make_app(
     key: str = "",
     healthy: Callable[[], Awaitable[None]] | None = None,
 ) -> Starlette:
-    """The routes, with those that every server has. healthy: raises where nothing can be answered any more."""
+    """The app of these routes and of those that every server has. healthy: raises if the server cannot answer."""
 
     async def health(_: Request) -> Response:
         if healthy is not None:

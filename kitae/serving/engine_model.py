@@ -1,4 +1,4 @@
-"""A model on an engine: chats and texts in, answers out, their tokens as they come where somebody listens."""
+"""A model on an engine: it answers chats and texts, and passes on tokens as they come where a client streams."""
 
 import asyncio
 import secrets
@@ -9,18 +9,18 @@ from kitae.engines.base import Completion, Engine, Request, Sampled
 from kitae.errors import DataError, RequestError
 from kitae.serving.base import Answer, Ask, OnTokens, with_ids
 
-_EVERY = 0.02  # seconds between two looks at what was sampled, while somebody listens
-_MOST_TOLD = 500  # pieces in a second, of all streams together: each costs what a token costs, or more
-_SHARE = "served"  # prompts that are the same are computed once, whoever asks
+_EVERY = 0.02  # seconds between two polls of the engine, while an answer is streamed
+_MOST_TOLD = 500  # pieces in a second, of all streams together: sending one costs as much as sampling a token
+_SHARE = "served"  # equal prompts of all clients are computed once
 _ALL = sys.maxsize
 
 
 class EngineModel:
-    """Implements `kitae.serving.base.Model`. The engine is the caller's to close."""
+    """Implements `kitae.serving.base.Model`. The caller closes the engine."""
 
     def __init__(self, engine: Engine, chat: Chat) -> None:
         self._engine, self.chat = engine, chat
-        self._listening = Listening(engine)
+        self._streams = TokenStreams(engine)
 
     async def ask(self, ask: Ask, on_tokens: OnTokens | None = None) -> Answer:
         prompt = self._prompt(ask)
@@ -28,7 +28,7 @@ class EngineModel:
             raise RequestError("this engine knows no stop strings, got some")
         seed = secrets.randbits(63) if ask.seed is None else ask.seed
         request = Request(ask.id, prompt, ask.sampling, seed, share=_SHARE)
-        done = await self._listening.generate(request, on_tokens)
+        done = await self._streams.generate(request, on_tokens)
         turn = self.chat.read(done.tokens, ask.sampling.stop_strings, ask.tools)
         return Answer(prompt, done.sampled, done.finish, with_ids(turn, f"{secrets.randbits(96):024x}"))
 
@@ -41,13 +41,13 @@ class EngineModel:
             raise RequestError(str(error)) from error
 
 
-class Listening:
-    """Requests whose tokens are told as they come. One task looks for all of them, and only while there are any; less
-    often, the more they are."""
+class TokenStreams:
+    """Requests whose tokens are passed on as they come. One task polls the engine for all of them, less often the more
+    there are, and only while there are any."""
 
     def __init__(self, engine: Engine, every: float = _EVERY) -> None:
         self._engine, self._every = engine, every
-        self._known: dict[str, int] = {}  # of each request in flight, how many tokens were told
+        self._known: dict[str, int] = {}  # the number of tokens that were passed on, by request in flight
         self._listeners: dict[str, OnTokens] = {}
         self._looking: asyncio.Task[None] | None = None
 

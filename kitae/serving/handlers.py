@@ -144,7 +144,7 @@ class ChatHandlers:
         telling = StreamBuilder(builder, index)
 
         def on_tokens(news: Sampled) -> None:
-            for event in telling.hear(news):
+            for event in telling.add(news):
                 events.put_nowait(event)
 
         answer = await model.ask(order.asks[index], on_tokens)

@@ -1,6 +1,6 @@
-"""HTTP around the answers: reading bodies, errors as JSON, streams of events, and clients that go away.
+"""HTTP around the handlers: bodies, errors as JSON, streams of events, and clients that close their connection.
 
-A client that closes its connection takes its request back: whoever works for it is cancelled.
+When a client closes its connection, the work for its request is cancelled.
 """
 
 import asyncio
@@ -25,18 +25,18 @@ Json = dict[str, Any]
 Handler = Callable[[Request], Awaitable[Response]]
 
 _MOST_BYTES = 8 * 2**20  # of a body
-_GONE = 499  # the status that nobody reads
+_GONE = 499  # the status in the metrics; no client reads it
 _DONE = b"data: [DONE]\n\n"
 _log = logging.getLogger("kitae.serving")
 
 
 class GoneError(Exception):
-    """The client did not wait."""
+    """The client closed its connection before the answer."""
 
 
 async def read_body(request: Request) -> Json:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":  # a page of somebody else cannot send this without asking first
+    if kind != "application/json":  # a page of another site cannot send this without a preflight request
         raise Refused(f"the content-type must be application/json, got {kind or 'none'}", 415)
     body = bytearray()
     async for part in request.stream():
@@ -47,7 +47,7 @@ async def read_body(request: Request) -> Json:
 
 
 async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:
-    """What `work` returns or raises; it is cancelled, and `GoneError` raised, when the client closes the connection."""
+    """The result of `work`. When the client closes the connection, cancels `work` and raises `GoneError`."""
     working = asyncio.ensure_future(work)
     watching = asyncio.ensure_future(_wait_for_end(receive))
     try:
@@ -72,9 +72,8 @@ def json_response(body: Any, status: int = 200, headers: dict[str, str] | None =
 
 
 class EventStream(Response):
-    """Server-sent events; `events` has given its first already, so that what fails at once has a status of its own.
-
-    A failure on the way is the last event, as an error.
+    """Server-sent events. The caller takes the first one from `events`, so that a request that fails at once gets an
+    error status. A later failure is sent as the last event.
     """
 
     media_type = "text/event-stream"
@@ -114,7 +113,7 @@ def _event(body: Json) -> bytes:
 
 
 def refusal_of(error: BaseException) -> Refused:
-    """What a client is told of an error. One of the server's own is logged, and only its kind is told."""
+    """The error as a client gets it. An unexpected error is logged, and the client gets only its type."""
     if isinstance(error, BaseExceptionGroup):
         error = root_cause(error)
     match error:
@@ -133,7 +132,7 @@ def refusal_of(error: BaseException) -> Refused:
 
 
 def endpoint(handler: Handler, counters: Counters) -> Handler:
-    """Errors become JSON, and requests are counted."""
+    """A handler that returns errors as JSON and counts its requests."""
 
     async def answer(request: Request) -> Response:
         began, path = time.monotonic(), place_of(request)
@@ -152,7 +151,7 @@ def endpoint(handler: Handler, counters: Counters) -> Handler:
 
 
 def place_of(request: Request) -> str:
-    """The path as the routes have it: `/episodes/{token}/v1/chat/completions`. Names in it may be secrets."""
+    """The path with the names of its parameters, whose values may be secrets: `/episodes/{token}/v1/…`."""
     path = str(request.scope["path"])
     for name, value in request.path_params.items():
         path = path.replace(str(value), f"{{{name}}}")

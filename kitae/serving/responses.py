@@ -33,7 +33,7 @@ _LOWEST = -9999.0  # what OpenAI's API writes for a log-prob that JSON has no nu
 class AnswerRenderer:
     """Turns tokens into text for a client: `AnswerRenderer("smollm2-135m", chat, TokenText(tokenizer), early=True)`.
 
-    name: the name of the model, as clients know it. early: see `kitae.serving.streamed_text.tells_early`.
+    name: the name of the model, as clients know it. early: see `kitae.serving.streamed_text.streams_early`.
     """
 
     name: str
@@ -224,10 +224,10 @@ class StreamBuilder:
         self._first = True
         self._version = -1
 
-    def hear(self, news: Sampled) -> list[Json]:
+    def add(self, news: Sampled) -> list[Json]:
         self._pending = self._pending.then(news)
         self._version = news.versions[-1]
-        text = self._growing.hear(news.tokens)
+        text = self._growing.add(news.tokens)
         return [self._event(self._said(text), None)] if text else []
 
     def end(self, answer: Answer) -> list[Json]:

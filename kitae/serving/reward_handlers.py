@@ -1,4 +1,4 @@
-"""What the address of a reward model answers: scores of answers, by the process that verifiers use too.
+"""The handler of a reward model: scores of answers, from the same process that verifiers use.
 
     POST /v1/score
     {"messages": [{"role": "user", "content": "Hello"}], "response": "Hello!"}         one answer
@@ -8,8 +8,8 @@
 
     {"data": [{"index": 0, "score": 0.71}, …]}
 
-Answers that come within a few milliseconds of each other are scored as one batch, whoever asks. Of several, one that
-cannot be scored has `"error"` in place of its score; one that is alone is refused.
+Answers that come within a few milliseconds of each other are scored as one batch. In a list, an answer that cannot be
+scored has `"error"` in place of its score; a single answer is refused.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""What the server did, in the text format of Prometheus.
+"""Metrics of the server in the text format of Prometheus.
 
 kitae_requests_total{path="/v1/chat/completions",status="200"} 17
 kitae_engine_generated_tokens_total 4096
@@ -16,7 +16,7 @@ _GAUGES = ("version", "running", "waiting")
 
 
 class Counters:
-    """`counters.count("/v1/completions", 200, 0.7)`; stats: of the engine, None where there is none."""
+    """`counters.count("/v1/completions", 200, 0.7)`; stats: the counters of the engine, if there is one."""
 
     def __init__(self, admission: AdmissionControl, stats: Callable[[], EngineStats] | None = None) -> None:
         self._admission, self._stats = admission, stats
@@ -30,7 +30,7 @@ class Counters:
         self._seconds[path] += seconds
 
     def gone(self, path: str) -> None:
-        """A client that did not wait for its answer."""
+        """Count a client that closed its connection before the answer."""
         self._gone[path] += 1
 
     def page(self) -> str:

@@ -1,4 +1,4 @@
-"""From a model to a running server: load it, start its engine, serve until Ctrl-C, and put everything away."""
+"""From a model to a running server: load the model, start its engine, serve until Ctrl-C, and close both."""
 
 import json
 from collections.abc import AsyncIterator, Callable
@@ -25,7 +25,7 @@ from kitae.serving.responses import AnswerRenderer
 from kitae.serving.reward_handlers import RewardHandlers, reward_routes
 from kitae.serving.running_server import run_server
 from kitae.serving.server_metrics import Counters
-from kitae.serving.streamed_text import tells_early
+from kitae.serving.streamed_text import streams_early
 from kitae.serving.text_scoring import TextScorer
 from kitae.serving.token_text import TokenText
 from kitae.verifiers.reward_model_verifier import RewardService
@@ -35,8 +35,9 @@ from kitae.verifiers.reward_model_verifier import RewardService
 class ServerSettings:
     """`ServerSettings("smollm2-135m", port=8000)`.
 
-    name: by which clients know the model. key: that they must send; needed where others can reach the server. queue:
-    answers that may be under way, those that wait for the engine included; who comes then is told to try again.
+    name: the name by which clients know the model. key: the key that clients must send; needed where other machines can
+    reach the server. queue: the number of answers that may be under way, including those that wait for the engine;
+    further requests are refused with a time to try again.
     """
 
     name: str
@@ -48,11 +49,11 @@ class ServerSettings:
 
 
 Ready = Callable[[str, str], None]
-"""Is told the address, and the path at which the model answers."""
+"""Is called with the address of the server and the path at which the model answers."""
 
 
 async def serve(model: ModelConfig, engine: EngineConfig, settings: ServerSettings, ready: Ready) -> None:
-    """Until a signal: raises `Interrupted`. What is wrong with model, address or key is said before the model loads."""
+    """Serve until a signal, then raise `Interrupted`. Errors of model, address or key come before the model loads."""
     check_key(settings.host, settings.key)
     folder = find_model(model.path)
     assert folder is not None
@@ -71,7 +72,7 @@ async def serve(model: ModelConfig, engine: EngineConfig, settings: ServerSettin
 
 
 def is_reward_model(folder: Path) -> bool:
-    """By its config alone."""
+    """Whether a model is a reward model, by its config alone."""
     kinds = json.loads((folder / "config.json").read_text()).get("architectures") or [""]
     return str(kinds[0]).endswith("ForSequenceClassification")
 
@@ -91,13 +92,13 @@ async def open_model(model: ModelConfig, config: EngineConfig, settings: ServerS
 
 def app_of(policy: Policy, engine: Engine, scorer: TextScorer, settings: ServerSettings) -> Starlette:
     chat = Chat(policy.tokenizer, policy.base.generation_config)
-    renderer = AnswerRenderer(settings.name, chat, TokenText(policy.tokenizer), tells_early(policy.tokenizer))
+    renderer = AnswerRenderer(settings.name, chat, TokenText(policy.tokenizer), streams_early(policy.tokenizer))
     admission, model = AdmissionControl(settings.queue), EngineModel(engine, chat)
     counters = Counters(admission, engine.stats)
     handlers = ChatHandlers(lambda request: model, renderer, admission, scorer, settings.answer_policy, counters.gone)
 
     async def healthy() -> None:
-        """An engine that is closed, or whose thread has died, raises."""
+        """Raise if the engine is closed or its thread has died."""
         await engine.abort("nobody")
 
     return make_app(

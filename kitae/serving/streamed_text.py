@@ -1,8 +1,8 @@
-"""The text of an answer while its tokens come: what is told of it is never taken back.
+"""The text of an answer as a stream, while its tokens come. Text that was sent is never taken back.
 
-Held back is whatever later tokens may change: half a character, the beginning of a stop string, and, where tools may be
-called, everything from the first sign of a call on. Where a format has thinking, all of it waits for the end: what was
-said already may turn out to be that. So the pieces joined are what is read when all tokens are there, byte for byte.
+Text that later tokens may change is held back: half a character, the beginning of a stop string, and, where tools may
+be called, everything from the first sign of a call. Where the model's format has thinking, the whole text waits for the
+end, because it may turn out to be thinking. So the joined pieces are the text of the whole answer, byte for byte.
 """
 
 import re
@@ -18,33 +18,33 @@ from kitae.types import Tool
 _BROKEN = "\ufffd"
 _BYTE_RE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 _SIGN_RE = re.compile(r"[<\[{`|]")
-"""With one of these a call of a tool, or thinking, may begin, in any model's format."""
+"""A tool call or thinking may begin with one of these characters, in the format of any model."""
 
 
 _EARLY = ("qwen", "hermes", "smollm2", "qwen-xml", "llama")  # families in which text before a call is content
 
 
-def tells_early(tokenizer: Any) -> bool:
-    """Whether what precedes a call, in an answer that may have some, is content whatever follows."""
+def streams_early(tokenizer: Any) -> bool:
+    """Whether the text before a tool call is content, whatever follows it, so that it can be sent at once."""
     return family_of(tokenizer) in _EARLY and "<think>" not in template_of(tokenizer)
 
 
-class SpokenText:
-    """The text of tokens, as far as later ones cannot change it.
+class DecodedText:
+    """The text of tokens, as far as later tokens cannot change it.
 
-    A window of the last tokens is decoded, not all of them; it moves on where a character ends. Tokens that stand for
-    one byte each are waited for until another one follows: a run of them is decoded as a whole.
+    Only a window of the last tokens is decoded; it moves on where a character ends. Consecutive tokens that stand for
+    one byte each are decoded together, when a token of another kind follows.
     """
 
     def __init__(self, chat: Chat, token_text: TokenText) -> None:
-        self._chat, self._spelling = chat, token_text
+        self._chat, self._token_text = chat, token_text
         self._tokens: list[int] = []
-        self._start = self._end = 0  # of the part of the window that is in the text already
+        self._start = self._end = 0  # the part of the window that is in the text already
         self.text = ""
 
-    def hear(self, tokens: Sequence[int]) -> None:
+    def add(self, tokens: Sequence[int]) -> None:
         self._tokens += tokens
-        if not self._tokens or _BYTE_RE.fullmatch(self._spelling.piece(self._tokens[-1])):
+        if not self._tokens or _BYTE_RE.fullmatch(self._token_text.piece(self._tokens[-1])):
             return
         known = self._chat.decode(self._tokens[self._start : self._end])
         window = self._chat.decode(self._tokens[self._start :])
@@ -54,7 +54,7 @@ class SpokenText:
 
 
 class GrowingAnswer:
-    """`growing.hear(tokens)` gives the further text that is certain; `growing.end(content)` the rest of it."""
+    """`growing.add(tokens)` returns the new text that is certain; `growing.end(content)` returns the rest."""
 
     def __init__(
         self,
@@ -64,56 +64,56 @@ class GrowingAnswer:
         tools: Sequence[Tool] = (),
         early: bool = True,
     ) -> None:
-        """early: see `tells_early`."""
-        self._spelling, self._stops, self._tools = token_text, tuple(stops), tuple(tools)
-        self._spoken = SpokenText(chat, token_text)
-        self._told = ""
+        """early: see `streams_early`."""
+        self._token_text, self._stops, self._tools = token_text, tuple(stops), tuple(tools)
+        self._decoded = DecodedText(chat, token_text)
+        self._sent = ""
         self._searched = 0  # no stop string begins before
         self._sure = early or not tools  # what comes next is certain to be content
 
-    def hear(self, tokens: Sequence[int]) -> str:
+    def add(self, tokens: Sequence[int]) -> str:
         if not self._sure:
             return ""
-        self._spoken.hear(tokens)
-        if self._tools and any(map(self._spelling.is_special, tokens)):
-            self._sure = False  # it may mark a call, and is not in the text
+        self._decoded.add(tokens)
+        if self._tools and any(map(self._token_text.is_special, tokens)):
+            self._sure = False  # a special token may mark a call, and is not in the text
             return ""
-        text = self._spoken.text
+        text = self._decoded.text
         certain = text[: self._undecided(text)]
         if self._tools:
             certain = self._content(certain)
-        return self._tell(certain)
+        return self._send(certain)
 
     def end(self, content: str) -> str:
-        """Raises `Refused` where what was told has become thinking: a model that knows of none has closed some."""
-        if not content.startswith(self._told):
+        """Raises `Refused` where text that was sent is thinking after all: the model closed what it never began."""
+        if not content.startswith(self._sent):
             raise Refused("the answer cannot be told in pieces: ask for it without stream", 500, code="not_streamable")
-        return self._tell(content)
+        return self._send(content)
 
-    def _tell(self, certain: str) -> str:
-        news = certain[len(self._told) :]
-        self._told += news
+    def _send(self, certain: str) -> str:
+        news = certain[len(self._sent) :]
+        self._sent += news
         return news
 
     def _undecided(self, text: str) -> int:
-        """Where the first stop string begins, whole or in part."""
+        """The position of the first stop string in the text, or of the beginning of one at its end."""
         if not self._stops:
             return len(text)
         longest = max(map(len, self._stops))
         starts = [at for stop in self._stops if (at := text.find(stop, self._searched)) >= 0]
-        first = max(self._searched, len(text) - longest + 1)  # at which the text may end in a part of one
+        first = max(self._searched, len(text) - longest + 1)  # the text may end in a part of a stop string from here
         tails = [at for at in range(first, len(text)) if any(stop.startswith(text[at:]) for stop in self._stops)]
-        self._searched = first  # one that began before would be there whole
+        self._searched = first  # a stop string that begins before would be complete
         if starts:
             self._sure = False
         return min([*starts, *tails, len(text)])
 
     def _content(self, certain: str) -> str:
-        """Up to the first sign of a call. Spaces around content may be left out of it: they wait for what follows."""
-        if sign := _SIGN_RE.search(certain, len(self._told)):
+        """The text up to the first sign of a call. Spaces around it are held back: content may leave them out."""
+        if sign := _SIGN_RE.search(certain, len(self._sent)):
             self._sure = False
             certain = certain[: sign.start()]
         if not certain.strip() or certain[0].isspace():
             self._sure = self._sure and not certain.strip()
-            return self._told
+            return self._sent
         return certain.rstrip()

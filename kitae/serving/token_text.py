@@ -1,4 +1,4 @@
-"""Single tokens as clients see them: a text, and its bytes."""
+"""The text and the bytes of single tokens, as clients get them."""
 
 import re
 from functools import cache
@@ -23,12 +23,12 @@ class TokenText:
         self._known: dict[int, tuple[str, tuple[int, ...]]] = {}
 
     def piece(self, token: int) -> str:
-        """As the vocabulary has it."""
+        """The token as the vocabulary spells it."""
         found: str | None = self._tokenizer.convert_ids_to_tokens(token)
         return found or ""
 
     def is_special(self, token: int) -> bool:
-        """Whether it is left out of texts."""
+        """Whether the token is left out of texts."""
         return token in self._special
 
     def text(self, token: int) -> str:

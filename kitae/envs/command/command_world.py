@@ -44,7 +44,7 @@ from kitae.serving.request_bodies import RequestBody
 from kitae.serving.responses import AnswerRenderer
 from kitae.serving.running_server import serving
 from kitae.serving.server_metrics import Counters
-from kitae.serving.streamed_text import tells_early
+from kitae.serving.streamed_text import streams_early
 from kitae.serving.token_text import TokenText
 from kitae.types import Prompt
 
@@ -115,7 +115,7 @@ class CommandWorld:
     def _app(self, chat: Chat) -> Starlette:
         admission = AdmissionControl(_MOST_REQUESTS)
         counters = Counters(admission)
-        renderer = AnswerRenderer(_NAME, chat, TokenText(chat.tokenizer), tells_early(chat.tokenizer))
+        renderer = AnswerRenderer(_NAME, chat, TokenText(chat.tokenizer), streams_early(chat.tokenizer))
         answer_policy = AnswerPolicy(tries=1, answer_anyway=True, any_name=True, ignored=_HINTS)
         handlers = ChatHandlers(
             lambda request: self._find(request).model, renderer, admission, answer_policy=answer_policy

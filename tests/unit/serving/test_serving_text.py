@@ -20,7 +20,7 @@ from kitae.serving.base import Answer, Ask
 from kitae.serving.refusals import Refused
 from kitae.serving.requests import AnswerOrder
 from kitae.serving.responses import Choice, ResponseBuilder, StreamBuilder
-from kitae.serving.streamed_text import GrowingAnswer, SpokenText
+from kitae.serving.streamed_text import DecodedText, GrowingAnswer
 from kitae.serving.token_text import TokenText
 from kitae.types import Message
 
@@ -64,7 +64,7 @@ def compare(made: Any, tokens: tuple[int, ...], order: AnswerOrder, seed: int) -
     builder = ResponseBuilder(order, renderer_of(made, chat))
     (whole,) = builder.whole([Choice(0, answer)])["choices"]
     telling = StreamBuilder(builder, 0)
-    events = [event for piece in pieces(sampled, random.Random(seed)) for event in telling.hear(piece)]
+    events = [event for piece in pieces(sampled, random.Random(seed)) for event in telling.add(piece)]
     early = "".join(e["choices"][0].get("delta", e["choices"][0]).get("content", "") for e in events)
     assert not any(stop in early for stop in ask.sampling.stop_strings)
     if order.kind == "chat" and not (whole["message"]["content"] or "").startswith(early):
@@ -116,10 +116,10 @@ def test_also_of_tokens_that_make_no_sense(name: str, data: Any, stops: list[str
 
 def test_half_a_character_waits_for_the_other_half() -> None:
     made = TOKENIZERS["chatml"]
-    spoken = SpokenText(Chat(made), TokenText(made))
+    spoken = DecodedText(Chat(made), TokenText(made))
     first, second, third = Chat(made).encode("€")
     for token, text in ((first, ""), (second, ""), (third, "€")):
-        spoken.hear([token])
+        spoken.add([token])
         assert spoken.text == text
 
 
@@ -127,17 +127,17 @@ def test_what_is_certain_does_not_wait() -> None:
     made = TOKENIZERS["chatml"]
     chat, token_text = Chat(made), TokenText(made)
     growing = GrowingAnswer(chat, token_text, ["stop"])
-    assert [growing.hear(chat.encode(text)) for text in ("Go", " on s", "to", "ne sto")] == ["Go", " on ", "", "stone "]
-    assert growing.hear(chat.encode("p it")) == "" and growing.end("Go on stone ") == ""
+    assert [growing.add(chat.encode(text)) for text in ("Go", " on s", "to", "ne sto")] == ["Go", " on ", "", "stone "]
+    assert growing.add(chat.encode("p it")) == "" and growing.end("Go on stone ") == ""
     growing = GrowingAnswer(chat, token_text, tools=[ADD])
-    assert [growing.hear(chat.encode(text)) for text in ("I add", ". ", "Now: <to", "ol")] == [
+    assert [growing.add(chat.encode(text)) for text in ("I add", ". ", "Now: <to", "ol")] == [
         "I add",
         ".",
         " Now:",
         "",
     ]
     growing = GrowingAnswer(chat, token_text, tools=[ADD], early=False)
-    assert growing.hear(chat.encode("I think")) == "" and growing.end("I think") == "I think"
+    assert growing.add(chat.encode("I think")) == "" and growing.end("I think") == "I think"
 
 
 def test_tokens_are_spelled_apart() -> None:
