@@ -9,7 +9,7 @@ from written_runs import WrittenRun
 from kitae.store.run_folder import lock
 from kitae.store.run_summary import look
 from kitae.ui.library import Library
-from kitae.ui.live_events import RunWatcher, news
+from kitae.ui.live_events import RunWatcher, change_events
 
 
 def test_a_watcher_names_runs_that_look_otherwise(tmp_path: Path) -> None:
@@ -32,7 +32,7 @@ def test_news_are_events_of_the_server(tmp_path: Path) -> None:
     made = WrittenRun(tmp_path)
 
     async def listen() -> list[str]:
-        found, messages = [], news(Library([tmp_path]), every=0.01)
+        found, messages = [], change_events(Library([tmp_path]), every=0.01)
         async for message in messages:
             found.append(message)
             if len(found) == 1:
