@@ -57,10 +57,8 @@ class Lengths:
 def train(settings: list[str], median: int) -> None:
     """One run, in this process."""
     from kitae.config.recipe import load_config
-    from kitae.observe.observer import Silent
-    from kitae.run import assembly, rl_session
-    from kitae.run.prepare import prepare
-    from kitae.store.run_folder import RunStore
+    from kitae.observe.observer import Bystander, Silent
+    from kitae.run import assembly, train_run
 
     start = assembly.start_engine
 
@@ -69,8 +67,7 @@ def train(settings: list[str], median: int) -> None:
 
     assembly.start_engine = start_with_lengths
     config = load_config(ROOT / "kitae" / "recipes" / "quickstart.toml", settings)
-    sources = prepare(config, print)
-    rl_session.train(RunStore.create(config), sources, Silent())
+    train_run.train(config, Bystander(Silent()))
 
 
 def measure(name: str, settings: list[str], arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:

@@ -36,14 +36,15 @@ from kitae.data.prompt_stream import PromptStream, eval_prompts, open_stream
 from kitae.engines.native.engine import NativeEngine
 from kitae.envs.environment_registry import open_world
 from kitae.envs.episode_context import Running
-from kitae.envs.rollouts import Episodes
+from kitae.envs.rollouts import Episodes, episodes_of
 from kitae.evaluation.measure import Evaluation, evaluate
 from kitae.evaluation.statistics import compare
+from kitae.evaluation.suites import own_suite
 from kitae.models.facts import ModelFacts
 from kitae.models.load import load_policy
 from kitae.models.policy import Policy
 from kitae.rl.weight_sync import WeightSync
-from kitae.run.prepare import make_episodes, make_pool, prepare
+from kitae.run.plan import make_plan
 from kitae.trainer.base import Batch
 from kitae.trainer.learner import Learnt
 from kitae.trainer.objectives import Likelihood
@@ -138,7 +139,7 @@ class Bench:
 
     def episodes(self, engine: NativeEngine, student: Policy) -> Episodes:
         """Prompts are written as the student reads them, whoever answers."""
-        return make_episodes(self.config, engine, self.pool, open_world(self.config.env), ModelFacts.of(student))
+        return episodes_of(self.config, engine, self.pool, open_world(self.config.env), ModelFacts.of(student))
 
     async def evaluate(self, episodes: Episodes, who: str) -> Evaluation:
         sampling = replace(episodes.sampling, temperature=0.0)
@@ -317,7 +318,7 @@ async def bench(a: argparse.Namespace, configs: Sequence[DistilConfig], clock: C
                 write_answers(a.answers, branch)
 
     async with AsyncExitStack() as stack:
-        pool = await stack.enter_async_context(make_pool(config))
+        pool = await stack.enter_async_context(own_suite(config).pool())
         runs = Bench(config, clock, pool)
         part = itertools.count()
         for each in configs:
@@ -363,7 +364,7 @@ def main() -> None:
     a = parser.parse_args()
     parts = ["distil"] * len(a.loss) + ["answers"] + ["sft"] * max(1, len(a.sft_lr))
     clock, configs = Clock(a.seconds, parts), [make_config(a, loss) for loss in a.loss]
-    prepare(configs[0], print)  # the others differ in nothing that it looks at but a preset
+    make_plan(configs[0], print)  # the others differ in nothing that it looks at but a preset
     asyncio.run(bench(a, configs, clock))
 
 

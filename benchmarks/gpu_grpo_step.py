@@ -32,6 +32,9 @@ from kitae.config.recipe import parse_config
 from kitae.config.root import RLConfig
 from kitae.engines.native.engine import NativeEngine
 from kitae.envs.environment_registry import open_world
+from kitae.envs.rollouts import episodes_of
+from kitae.errors import Stopped
+from kitae.evaluation.suites import own_suite
 from kitae.kernels.allocation import gc_frozen
 from kitae.models.config import ModelConfig
 from kitae.models.facts import ModelFacts
@@ -42,9 +45,8 @@ from kitae.observe import timeline
 from kitae.observe.meter import Totals
 from kitae.observe.observer import Silent
 from kitae.observe.step_report import StepReport
-from kitae.rl.loops import Pipeline, Stopped
+from kitae.rl.loops import NoEvaluations, Pipeline
 from kitae.rl.weight_sync import WeightSync
-from kitae.run.prepare import make_episodes, make_pool
 from kitae.store.checkpoints import Frontier
 from kitae.store.run_folder import RunStore
 from kitae.study.memory_estimate import batch_tokens, hold
@@ -135,18 +137,15 @@ async def run(config: RLConfig, policy: Policy, watch: Watch) -> tuple[list[dict
         last[:] = [batch]
         return await forward_backward(batch)
 
-    async def evaluate(step: int) -> None:
-        """There is nothing to evaluate on."""
-
     trainer.forward_backward = kept  # type: ignore[method-assign]
     engine = NativeEngine(policy, config.engine)
     weights = WeightSync(trainer, engine, recompute=False, tolerance=probe_tolerance(policy.dtype))
     try:
-        async with make_pool(config) as pool:
-            episodes = make_episodes(config, engine, pool, open_world(config.env), ModelFacts.of(policy))
+        async with own_suite(config).pool() as pool:
+            episodes = episodes_of(config, engine, pool, open_world(config.env), ModelFacts.of(policy))
             stream: Any = Words(policy.vocabulary)
             pipeline = Pipeline(
-                config, store, stream, episodes, engine, learner, weights, watch, Frontier(0, 0), evaluate
+                config, store, stream, episodes, engine, learner, weights, watch, Frontier(0, 0), NoEvaluations()
             )
             watch.pipeline = pipeline
             with contextlib.suppress(Stopped), gc_frozen():

@@ -45,7 +45,7 @@ from kitae.kernels.adamw import adamw
 from kitae.kernels.base import AdamWPace, AdamWPart, AdamWStep
 from kitae.models.config import ModelConfig
 from kitae.models.load import load_tokenizer
-from kitae.offline.example_batches import StageData
+from kitae.offline.example_batches import ExampleBatches
 from kitae.offline.methods import make_method
 from kitae.trainer import optim
 from kitae.trainer.start_trainer import supervised
@@ -176,7 +176,7 @@ async def train(run: Run, folder: Path) -> list[dict[str, Any]]:
     """As `kitae train` does, but for checkpoints and reports."""
     torch.manual_seed(run.seed)
     config = settings(run, folder)
-    data, method = StageData(config), make_method(config)
+    data, method = ExampleBatches(config), make_method(config)
     function, kept = VARIANTS[run.variant].rounding, Gradients()
     with after_each_step(rounding(function) if function else kept):
         trainer = supervised(method.make_objective(), config.training)

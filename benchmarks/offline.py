@@ -35,12 +35,11 @@ from kitae.models.load import find_model, load_policy
 from kitae.models.logprobs import Head
 from kitae.models.policy import Policy
 from kitae.observe.meter import Meter
-from kitae.observe.observer import Silent
+from kitae.observe.observer import Bystander, Silent
 from kitae.observe.progress import peak_memory_gb
 from kitae.offline.base import Item, sample_of
-from kitae.offline.example_batches import StageData
-from kitae.run import offline_session
-from kitae.store.run_folder import RunStore
+from kitae.offline.example_batches import ExampleBatches
+from kitae.run import train_run
 from kitae.trainer.base import Batch, Conditions
 from kitae.trainer.config import LearningConfig
 from kitae.trainer.forward import MicroBatch, attention
@@ -184,7 +183,7 @@ def train(args: argparse.Namespace) -> None:
             losses, weights, seconds = distil(args)
         else:
             config = settings(args, folder)
-            result = offline_session.train(RunStore.create(config), StageData(config), clock)
+            result = train_run.train(config, Bystander(clock))
             lines = [json.loads(line) for line in (result.folder / "metrics.jsonl").read_text().splitlines()]
             steps = [line for line in lines if line["kind"] == "step"]
             losses, seconds = [s["loss"] for s in steps], [s["step_seconds"] - s.get("save_seconds", 0) for s in steps]
@@ -241,7 +240,7 @@ def distil(args: argparse.Namespace) -> tuple[list[float], dict[str, torch.Tenso
         load_policy(ModelConfig(path=str(Path(args.work) / name), device="cpu", dtype=args.dtype))
         for name in ("model", "teacher")
     )
-    data, objective = StageData(config), Distilled(policy, teacher, config.training, args.beta)
+    data, objective = ExampleBatches(config), Distilled(policy, teacher, config.training, args.beta)
     losses, seconds = [], []
 
     def batch(items: list[Item]) -> Batch:

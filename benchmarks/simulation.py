@@ -33,11 +33,10 @@ from kitae.engines.base import Request, SamplingParams, stream_seed
 from kitae.engines.fake import FakeEngine, Pace
 from kitae.models.tiny import make_tiny
 from kitae.observe import timeline
-from kitae.observe.observer import Silent
-from kitae.run.prepare import prepare
-from kitae.run.rl_session import train
+from kitae.observe.observer import Bystander, Silent
+from kitae.run.train_run import train
 from kitae.store.journal import Journal
-from kitae.store.run_folder import Metrics, RunStore
+from kitae.store.run_folder import Metrics
 from kitae.study.simulate import Hardware, Schedule, Times, Work, simulate
 
 PUBLISHED = 46_100  # tokens/s: docs/performance.md, log-normal lengths of 16 to 2,048
@@ -64,7 +63,7 @@ def config(model: Path, runs: Path, bound: int, steps: int) -> RLConfig:
 
 
 def run(config: RLConfig) -> Path:
-    return train(RunStore.create(config), prepare(config, print), Silent()).folder
+    return train(config, Bystander(Silent())).folder
 
 
 def step_seconds(folder: Path, bound: int, steps: int) -> float:

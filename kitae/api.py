@@ -24,21 +24,14 @@ from kitae.evaluation.measure import Evaluation
 from kitae.evaluation.run_suites import evaluate_on, evaluate_own
 from kitae.evaluation.targets import asked_suites, is_model, suite_names, without_recipe
 from kitae.models.load import trained_model
-from kitae.observe.observer import Audience, Observer
+from kitae.observe.observer import Audience, Observer, audience_of
 from kitae.offline.answer_selection import Keep, Selection
 from kitae.offline.loaded_model import Asked, LoadedModel
-from kitae.offline.sampling import (
-    SampleOrder,
-    SampleWatcher,
-    Tally,
-    check_output,
-    default_prompts,
-    sample_file,
-    sample_groups,
-)
-from kitae.run.build import check
+from kitae.offline.sampling import SampleOrder, SampleWatcher, Tally, check_output
+from kitae.run import train_run
 from kitae.run.interrupts import stop_elsewhere
-from kitae.run.launch import audience_of, begin, go_on
+from kitae.run.plan import check_settings
+from kitae.run.sample_run import sample_file, sample_groups
 from kitae.store.run_folder import Result, is_run, read_config
 from kitae.types import Group
 
@@ -68,7 +61,7 @@ def train(
     """
     config = as_config(recipe, overrides, settings)
     audience = audience_of(observer)
-    return _ended(outside_a_loop(lambda: begin(config, audience)))
+    return _ended(outside_a_loop(lambda: train_run.train(config, audience)))
 
 
 def resume(
@@ -82,7 +75,7 @@ def resume(
     """Go on with a run that was stopped or killed, or beyond its end with `overrides=["training.steps=40"]`. A finished
     one is left as it is."""
     folder, audience = find_run(Path(run)), audience_of(observer)
-    return _ended(outside_a_loop(lambda: go_on(folder, audience, overrides, checkpoint, forget)))
+    return _ended(outside_a_loop(lambda: train_run.resume(folder, audience, overrides, checkpoint, forget)))
 
 
 @overload
@@ -135,7 +128,7 @@ def evaluate(
     if config.eval.prompts == 0:
         raise ConfigError("eval.prompts must be at least 1 for an evaluation, got 0")
     if alone is None:
-        check(config)
+        check_settings(config)
     if suites is None:
         return outside_a_loop(lambda: evaluate_own(config))
     limited = "prompts" in settings.get("eval", {}) or any(o.startswith("eval.prompts=") for o in overrides)
@@ -171,9 +164,8 @@ def sample(
     if isinstance(prompts, str):  # a sequence too: of letters
         raise ConfigError(f"prompts must be a number or a list of prompts, got the text {prompts!r}")
     if isinstance(prompts, int):
-        order = SampleOrder(prompts, n, Selection("all"))
-        check(config)
-        return outside_a_loop(lambda: sample_groups(config, order.prompts, order.n))
+        SampleOrder(prompts, n, Selection("all"))  # refuses numbers that make no sense
+        return outside_a_loop(lambda: sample_groups(config, prompts, n))
     s = config.sampling
     params = SamplingParams(s.temperature, s.max_tokens, stop_strings=s.stop)
     with LoadedModel(config.model, config.engine, config.run.seed) as loaded:
@@ -202,11 +194,7 @@ def sample_to_file(
     config = reinforcement(of_target(target, model, overrides, settings), "sample")
     select = keep if isinstance(keep, Selection) else Selection(keep)
     check_output(Path(output))
-    check(config)
-    count = prompts if prompts is not None else default_prompts(config)
-    if count is None:
-        raise ConfigError(f"prompts must be given for data.task = {config.data.task!r}, which has no end; got none")
-    order = SampleOrder(count, config.training.group_size if n is None else n, select, first)
+    order = SampleOrder(prompts, config.training.group_size if n is None else n, select, first)
     return outside_a_loop(lambda: sample_file(config, order, Path(output), watcher))
 
 

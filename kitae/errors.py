@@ -104,6 +104,11 @@ class ConfigChangedError(StoreError):
     pass
 
 
+class Stopped(Exception):
+    """No error: ends a loop of training that the user has asked to stop, when its state is consistent and can be
+    saved."""
+
+
 class KitaeWarning(UserWarning):
     """What a part has to say while it is loaded or warmed up; whoever loads it shows it to the user."""
 

@@ -40,7 +40,7 @@ from kitae.offline.answer_selection import Selection
 from kitae.offline.methods import shape_of
 from kitae.offline.sampling import SampleOrder
 from kitae.plugins import nearest
-from kitae.run.build import check_data
+from kitae.run.plan import check
 
 _TOP: dict[str, type] = {
     "name": str,
@@ -182,7 +182,7 @@ def check_chain(chain: ChainPlan) -> None:
                 _check_stage(chain, stage)
     if chain.yardstick is not None:
         with _about(problems, "[evaluate]"):
-            check_data(chain.evaluation(chain.first_model))
+            check(chain.evaluation(chain.first_model), model=False)
     if problems:
         raise ConfigError("\n".join(problems))
 
@@ -191,9 +191,9 @@ def _check_stage(chain: ChainPlan, stage: ChainStage) -> None:
     config = chain.config(stage)
     sampled = chain.sampled_before(stage)
     if stage.order is not None:
-        check_data(reinforcement(config, "sample"))
+        check(reinforcement(config, "sample"), model=False)
     elif sampled is None:
-        check_data(config)
+        check(config, model=False)
     elif not isinstance(config, StageConfig):
         raise ConfigError(f"a stage of kind {config.method.kind!r} needs data of its own: prompts, not answers")
     else:

@@ -22,8 +22,9 @@ from kitae.evaluation.run_suites import evaluate_own
 from kitae.models.load import check_model
 from kitae.observe.observer import Audience
 from kitae.observe.progress import peak_memory_gb
-from kitae.offline.sampling import PartialFile, SampleWatcher, sample_file
-from kitae.run.launch import begin, go_on
+from kitae.offline.sampling import PartialFile, SampleWatcher
+from kitae.run.sample_run import sample_file
+from kitae.run.train_run import resume, train
 from kitae.store.run_folder import is_run
 
 Watching = Callable[[], AbstractContextManager[SampleWatcher]]
@@ -67,7 +68,7 @@ def _run(chain: ChainPlan, stage: ChainStage, audience: Audience, watching: Watc
     folder = chain.run_folder(stage)
     if folder.exists() and not is_run(folder):
         shutil.rmtree(folder)  # killed while it was made
-    result = go_on(folder, audience) if folder.exists() else begin(config, audience)
+    result = resume(folder, audience) if folder.exists() else train(config, audience)
     if result.stopped_by is not None:
         raise Interrupted(
             f"stopped in stage {stage.label} after step {result.step}; everything is saved, and the same command goes "

@@ -125,9 +125,9 @@ def _base(wanted: Wanted, configs: Sequence[RLConfig | None]) -> RLConfig:
     if first.eval.prompts == 0:
         raise ConfigError("eval.prompts must be at least 1 for an evaluation, got 0")
     if any(configs):
-        from kitae.run.build import check
+        from kitae.run.plan import check_settings
 
-        check(first)
+        check_settings(first)
     return first
 
 

@@ -23,7 +23,7 @@ def train(recipe: str, overrides: list[str], dry_run: bool, full: bool) -> None:
     config = load_config(find_recipe(recipe), overrides)
     if dry_run:
         from kitae.cli.preview import preview
-        from kitae.run.build import check
+        from kitae.run.plan import check
 
         check(config)
         preview(config, full)

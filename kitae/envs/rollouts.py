@@ -5,13 +5,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from kitae.clock import now
-from kitae.data.chat import as_dict
-from kitae.engines.base import Sampled
+from kitae.config.root import RLConfig
+from kitae.data.chat import Chat, as_dict
+from kitae.engines.base import Engine, Sampled, SamplingParams
 from kitae.envs.agent_episode import AgentEpisode
-from kitae.envs.base import Agent
+from kitae.envs.base import Agent, World
+from kitae.envs.environment_registry import limits_of
 from kitae.envs.episode import Episode
-from kitae.envs.episode_context import EpisodeContext, Suspended, with_note
+from kitae.envs.episode_context import EpisodeContext, ResponseVerifier, Suspended, with_note
 from kitae.errors import root_cause
+from kitae.models.facts import ModelFacts
 from kitae.store.journal import Journal
 from kitae.types import GREEDY, Group, LazyText, Message, Prompt, Rollout
 
@@ -121,6 +124,20 @@ class Episodes(EpisodeContext):
         sampled = self.engine.progress(asking)
         found = (e.grown(sampled.get(e.asking, Sampled()), least) for e in self.running.episodes.values())
         return [news for news in found if news is not None]
+
+
+def episodes_of(config: RLConfig, engine: Engine, verifier: ResponseVerifier, world: World, model: ModelFacts) -> Episodes:
+    """Episodes by the settings of a run, for training; others are made from them with `dataclasses.replace`."""
+    chat = Chat(model.tokenizer, model.generation)
+    sampling = SamplingParams(
+        temperature=config.sampling.temperature,
+        max_tokens=config.sampling.max_tokens,
+        stop_tokens=chat.stop_tokens,
+        stop_strings=config.sampling.stop,
+    )
+    limits = limits_of(config.env, model.max_context)
+    experts = config.algorithm.routing == "engine"
+    return Episodes(engine, chat, verifier, world.make, sampling, config.run.seed, limits=limits, experts=experts)
 
 
 def _last_turn(rollout: Rollout) -> str | LazyText:

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from kitae.config.root import RLConfig, StageConfig
 from kitae.errors import KitaeError, StoreError
 from kitae.evaluation.statistics import Difference, compare
 from kitae.evaluation.storage import Answers
@@ -62,6 +63,14 @@ class PairedRuns:
     second: float | None
     difference: Difference | None
     reason: str = ""
+
+
+def evaluation_due(config: RLConfig | StageConfig, step: int) -> bool:
+    """Whether a run evaluates after this step: before the first one, after the last, and every `eval.every` in between,
+    if anything is held out."""
+    every, steps = config.eval.every, config.training.steps
+    held_out = config.eval.prompts if isinstance(config, RLConfig) else config.eval.examples
+    return held_out > 0 and (step in (0, steps) or bool(every and step % every == 0))
 
 
 # Writing.

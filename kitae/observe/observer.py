@@ -1,6 +1,6 @@
 """The interface of observers, which receive the progress of a run and never influence it."""
 
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -62,6 +62,25 @@ class Audience(Protocol):
 
     def watch(self, config: Root, folder: Path) -> AbstractContextManager[Observer]:
         """The observer of a run that is about to start or resume. The context is left when the run ends in any way."""
+
+
+class Bystander:
+    """An observer that needs to know nothing of a run beforehand, as an audience."""
+
+    def __init__(self, observer: Observer) -> None:
+        self._observer = observer
+
+    def note(self, text: str) -> None:
+        self._observer.note(text)
+
+    def watch(self, config: Root, folder: Path) -> AbstractContextManager[Observer]:
+        return nullcontext(self._observer)
+
+
+def audience_of(observer: Observer | Audience | None) -> Audience:
+    if isinstance(observer, Audience):
+        return observer
+    return Bystander(observer or Silent())
 
 
 class Several:

@@ -16,7 +16,7 @@ from kitae.offline.methods import check_examples, shape_of
 from kitae.offline.partners import partners_of
 
 
-class StageData:
+class ExampleBatches:
     """The data of a run. Opening it reads and renders every example, so that whatever is wrong with one of them is said
     before a model is loaded. notes: what there is to say about those that were left out. fingerprint: of what is left,
     so that a run that goes on can tell whether it still is what it began with."""

@@ -1,4 +1,4 @@
-"""The loop of a stage: a batch of examples, an update, a report; now and then a checkpoint and an evaluation.
+"""The loop of an offline run: a batch of examples, an update, a report; now and then a checkpoint and an evaluation.
 
 Which examples a step trains on depends on its number alone. So a run that goes on from a checkpoint repeats the steps
 after it exactly, and needs no journal for that.
@@ -10,21 +10,23 @@ from typing import Any
 
 from kitae.clock import now
 from kitae.config.root import StageConfig
-from kitae.evaluation.held_out import keep_examples
+from kitae.errors import Stopped
+from kitae.evaluation.held_out import evaluation_due, keep_examples
 from kitae.evaluation.statistics import interval_of
 from kitae.observe.observer import Observer
 from kitae.observe.step_report import Lap, StageReport
 from kitae.observe.timeline import Timeline
 from kitae.offline.base import Item, Method
-from kitae.offline.example_batches import StageData
-from kitae.rl.loops import Stopped
+from kitae.offline.example_batches import ExampleBatches
 from kitae.store.checkpoints import Frontier
 from kitae.store.run_folder import RunStore
 from kitae.trainer.base import Mark, Trainer
 
 
-class StageLoop:
+class OfflineLoop:
     """Trains from the frontier to the last step; `stop` ends it between two of them."""
+
+    safe_point = "after this step"
 
     def __init__(
         self,
@@ -32,7 +34,7 @@ class StageLoop:
         store: RunStore,
         method: Method,
         trainer: Trainer,
-        data: StageData,
+        data: ExampleBatches,
         observer: Observer,
         frontier: Frontier,
     ) -> None:
@@ -50,7 +52,18 @@ class StageLoop:
     def stop(self) -> None:
         self._stopping = True
 
-    async def run(self) -> None:
+    async def run(self) -> dict[str, Any] | None:
+        """Train up to the last step, and return the evaluation after it, if anything is held out. Raises `Stopped`
+        after `stop`."""
+        if evaluation_due(self.config, self.frontier.step):  # a run that was killed may have lost it
+            await self.evaluate(self.frontier.step)
+        await self._train_steps()
+        after = await self.evaluate(self.config.training.steps)
+        if self._stopping:
+            raise Stopped
+        return after
+
+    async def _train_steps(self) -> None:
         steps, began = self.config.training.steps, now()
         first = self.frontier.step + 1
         coming = asyncio.create_task(asyncio.to_thread(self.data.batch, first)) if first <= steps else None
@@ -71,26 +84,24 @@ class StageLoop:
                 self.observer.status(f"step {step}: saving a checkpoint")
                 with self.timeline.span("save", step):
                     await self._timed("save", self.save())
-            if self.evaluation_due(step):
+            if evaluation_due(self.config, step) and step < steps:
                 with self.timeline.span("evaluate", step):
                     await self._timed("evaluate", self.evaluate(step))
-
-    def evaluation_due(self, step: int) -> bool:
-        """Whether a run evaluates after this step, on its way: not before the first one, nor after the last."""
-        every = self.config.eval.every
-        return bool(every) and step % every == 0 and 0 < step < self.config.training.steps
 
     async def save(self) -> None:
         await self.store.sync()
         await self.store.checkpoints.save(self.frontier, self.trainer.save)
 
+    def evaluation(self, step: int) -> dict[str, Any] | None:
+        """What an evaluation found, if it was made."""
+        return next((row for row in self.store.metrics.rows("eval") if row["step"] == step), None)
+
     async def evaluate(self, step: int) -> dict[str, Any] | None:
         """Once per step: a resumed run finds what is in the metrics already."""
         if not self.data.held_out:
             return None
-        for row in self.store.metrics.rows("eval"):
-            if row["step"] == step:
-                return row
+        if (known := self.evaluation(step)) is not None:
+            return known
         self.observer.status(f"evaluating on {len(self.data.held_out)} held-out examples")
         values = await self.method.evaluate(self.trainer, self.data.held_out)
         digests = [item.digest for item in self.data.held_out]

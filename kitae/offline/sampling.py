@@ -8,16 +8,16 @@ import asyncio
 import json
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from kitae.config.recipe import override_config
 from kitae.config.root import RLConfig
+from kitae.data.prompt_stream import PromptStream
 from kitae.engines.start_engine import EngineOrder, start_engine
-from kitae.envs.environment_registry import open_world
-from kitae.envs.rollouts import Episodes
+from kitae.envs.base import World
+from kitae.envs.episode_context import ResponseVerifier
+from kitae.envs.rollouts import Episodes, episodes_of
 from kitae.errors import (
     ConfigChangedError,
     ConfigError,
@@ -28,9 +28,8 @@ from kitae.errors import (
     root_cause,
 )
 from kitae.models.facts import ModelFacts
-from kitae.models.load import check_model, load_policy
+from kitae.models.load import load_policy
 from kitae.offline.answer_selection import Row, Selection
-from kitae.run.prepare import make_episodes, make_pool, prepare
 from kitae.store.disk import write_whole
 from kitae.store.journal import Journal
 from kitae.store.run_folder import lock
@@ -47,19 +46,19 @@ _SINGLE = ("run.seed", "verifier.name", "verifier.params", "engine.weights_dtype
 class SampleOrder:
     """What is wanted: `SampleOrder(prompts=64, n=8, select=Selection("correct"))`.
 
-    first: how many prompts of the recipe's stream are passed over. Ask for another part of it, or for more answers, and
-    what is there already is used.
+    prompts: how many are asked; None: all of a file. first: how many of the recipe's stream are passed over. Ask for
+    another part of it, or for more answers, and what is there already is used.
     """
 
-    prompts: int
+    prompts: int | None
     n: int
     select: Selection
     first: int = 0
 
     def __post_init__(self) -> None:
         for name, least in (("prompts", 1), ("n", 1), ("first", 0)):
-            if getattr(self, name) < least:
-                raise ConfigError(f"{name} must be at least {least}, got {getattr(self, name)}")
+            if (value := getattr(self, name)) is not None and value < least:
+                raise ConfigError(f"{name} must be at least {least}, got {value}")
         if self.select.keep == "pairs" and self.n < 2:
             raise ConfigError(f"n must be at least 2 for keep = 'pairs', got {self.n}")
 
@@ -117,19 +116,24 @@ class SampleWatcher:
         pass
 
 
-def sample_file(config: RLConfig, order: SampleOrder, output: Path, watcher: SampleWatcher | None = None) -> Tally:
+async def sample_file(
+    config: RLConfig,
+    stream: PromptStream,
+    order: SampleOrder,
+    output: Path,
+    verifier: ResponseVerifier,
+    world: World,
+    watcher: SampleWatcher,
+) -> Tally:
     """Write the rows that the order asks for into `output`, which must not exist."""
-    watcher = watcher or SampleWatcher()
-    check_output(output)
-    config = override_config(config, ["eval.prompts=0"])  # nothing is held out here
-    check_model(config.model)
-    sources = prepare(config, watcher.note)
-    if sources.stream.size is not None and order.prompts > sources.stream.size:
-        watcher.note(f"the data has {sources.stream.size} prompts: asking for {order.prompts} repeats some of them")
+    total = order.prompts
+    assert total is not None, "who has the stream knows how many prompts it has"
+    if stream.size is not None and total > stream.size:
+        watcher.note(f"the data has {stream.size} prompts: asking for {total} repeats some of them")
     store = PartialFile(output, config)
     try:
-        prompts = ((position, sources.stream.at(position)) for position in _positions(order))
-        groups = asyncio.run(_sample(config, order.prompts, order.n, prompts, store.journal, watcher))
+        asked = ((position, stream.at(position)) for position in range(order.first, order.first + total))
+        groups = await sample_groups(config, asked, total, order.n, verifier, world, watcher, store.journal)
         tally, rows = Tally(), list[Row]()
         for group in groups:
             kept = order.select.rows(group)
@@ -142,23 +146,6 @@ def sample_file(config: RLConfig, order: SampleOrder, output: Path, watcher: Sam
     return tally
 
 
-def sample_groups(config: RLConfig, prompts: int, n: int, watcher: SampleWatcher | None = None) -> list[Group]:
-    """All answers to the first prompts of a recipe, verified; nothing is written."""
-    watcher = watcher or SampleWatcher()
-    config = override_config(config, ["eval.prompts=0"])
-    check_model(config.model)
-    stream = prepare(config, watcher.note).stream
-    asked = ((position, stream.at(position)) for position in range(prompts))
-    return asyncio.run(_sample(config, prompts, n, asked, None, watcher))
-
-
-def default_prompts(config: RLConfig) -> int | None:
-    """All of a file; None: a generated task has no end."""
-    from kitae.data.prompt_stream import open_stream
-
-    return open_stream(config.data, config.run.seed).size
-
-
 def check_output(output: Path) -> None:
     if output.exists() and not PartialFile.folder_of(output).exists():
         raise StoreError(f"{output} exists already; remove it, or name another file")
@@ -166,19 +153,20 @@ def check_output(output: Path) -> None:
         raise StoreError(f"cannot write {output}: there is no folder {output.parent}")
 
 
-def _positions(order: SampleOrder) -> range:
-    return range(order.first, order.first + order.prompts)
-
-
-async def _sample(
+async def sample_groups(
     config: RLConfig,
+    prompts: Iterator[tuple[int, Prompt]],
     total: int,
     n: int,
-    prompts: Iterator[tuple[int, Prompt]],
-    journal: Journal | None,
+    verifier: ResponseVerifier,
+    world: World,
     watcher: SampleWatcher,
+    journal: Journal | None = None,
 ) -> list[Group]:
-    """The groups in the order of the prompts. As many are under way as keep the engine full."""
+    """n answers to each prompt, verified, in the order of the prompts. As many are under way as keep the engine full.
+
+    prompts: with their positions in the stream, so many in `total`. journal: keeps what was sampled; None: nobody does.
+    """
     found: dict[int, Group] = {}
 
     async def work(episodes: Episodes) -> None:
@@ -190,25 +178,18 @@ async def _sample(
                 found[position] = Group(position, prompt, ())
             watcher.sampled(len(found), total)
 
-    async with _episodes(config, watcher) as episodes:
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                for _ in range(min(total, 1 + 2 * config.engine.max_batch // n)):
-                    tasks.create_task(work(episodes))
-        except BaseExceptionGroup as problem:
-            raise root_cause(problem) from None
+    policy = load_policy(config.model, config.run.seed)
+    engine = await start_engine(EngineOrder(config.model, config.engine, policy=policy))
+    try:
+        episodes = replace(episodes_of(config, engine, verifier, world, ModelFacts.of(policy)), label="sample")
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(min(total, 1 + 2 * config.engine.max_batch // n)):
+                tasks.create_task(work(episodes))
+    except BaseExceptionGroup as problem:
+        raise root_cause(problem) from None
+    finally:
+        await engine.close()
     return [found[position] for position in sorted(found)]
-
-
-@asynccontextmanager
-async def _episodes(config: RLConfig, watcher: SampleWatcher) -> Any:
-    async with AsyncExitStack() as stack:
-        pool = await stack.enter_async_context(make_pool(config, watcher.note))
-        world = await stack.enter_async_context(open_world(config.env))
-        policy = load_policy(config.model, config.run.seed)
-        engine = await start_engine(EngineOrder(config.model, config.engine, policy=policy))
-        stack.push_async_callback(engine.close)
-        yield replace(make_episodes(config, engine, pool, world, ModelFacts.of(policy)), label="sample")
 
 
 def _check_errors(config: RLConfig, tally: Tally) -> None:

@@ -15,23 +15,16 @@ from kitae.evaluation.measure import evaluate, suite_episodes
 from kitae.evaluation.storage import how_asked
 from kitae.evaluation.suites import Suite, own_suite
 from kitae.observe.observer import Observer
-from kitae.run.prepare import Sources
 from kitae.store.run_folder import Metrics
 from kitae.types import Prompt
-
-
-def evaluation_due(config: RLConfig, step: int) -> bool:
-    """Whether a run evaluates after this step: before training, at its end, and in between."""
-    e = config.eval
-    return e.prompts > 0 and (step in (0, config.training.steps) or bool(e.every and step % e.every == 0))
 
 
 @dataclass(frozen=True, slots=True)
 class RunEvaluations:
     """Evaluates once per step: a resumed run finds what is in the metrics already. Answers are kept in the run folder.
 
-    An evaluation in which no answer could be judged is no result: a resumed run makes it again. pool, world: the
-    run's own.
+    An evaluation in which no answer could be judged is no result: a resumed run makes it again. pool, world, held_out:
+    of the run's own task; suites: what is asked beside it.
     """
 
     config: RLConfig
@@ -41,13 +34,14 @@ class RunEvaluations:
     episodes: Episodes
     pool: ResponseVerifier
     world: World
-    sources: Sources
+    held_out: Sequence[Prompt]
+    suites: Sequence[tuple[Suite, Sequence[Prompt]]] = ()
     _failed: dict[tuple[int, str | None], dict[str, Any]] = field(default_factory=dict)  # of this process
 
     async def at(self, step: int) -> dict[str, Any]:
         """The row of the run's own task; those of other suites are in the metrics then too."""
-        own = await self._once(step, None, self.pool, self.world, own_suite(self.config), self.sources.held_out)
-        for suite, prompts in self.sources.suites:
+        own = await self._once(step, None, self.pool, self.world, own_suite(self.config), self.held_out)
+        for suite, prompts in self.suites:
             if self.found(step, suite.name) is None:
                 # Training has the memory of their workers in between.
                 async with suite.pool(self.observer.note) as pool, open_world(suite.env) as world:

@@ -15,18 +15,19 @@ loop waits for (`watch`).
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from kitae.clock import now
 from kitae.config.root import RLConfig
 from kitae.data.prompt_stream import PromptStream
 from kitae.engines.base import Engine
 from kitae.envs.rollouts import Episodes
-from kitae.errors import root_cause
+from kitae.errors import Stopped, root_cause
+from kitae.evaluation.held_out import evaluation_due
 from kitae.observe.observer import Observer
 from kitae.observe.step_report import BatchStats, StepReport
 from kitae.observe.timeline import Timeline
@@ -34,7 +35,6 @@ from kitae.observe.token_numbers import TokenFiles
 from kitae.rl import reporting
 from kitae.rl.buffer import Buffer, SlotResult
 from kitae.rl.curriculum import Curriculum
-from kitae.rl.evaluations import evaluation_due
 from kitae.rl.issue import GivenUp, Issuing
 from kitae.rl.spot_check import SpotCheck
 from kitae.rl.watchdog import Watch, whereabouts
@@ -71,12 +71,30 @@ class _Work:
         return [(g.id, reason) for h in self.slot_results for g, reason in h.dropped]
 
 
-class Stopped(Exception):
-    """The user asked to stop; the frontier is consistent and can be saved."""
+class Evaluations(Protocol):
+    """The evaluations of a run, each of which is made once."""
+
+    async def at(self, step: int) -> dict[str, Any]:
+        """Evaluate the weights of this step, unless the metrics have it already."""
+
+    def found(self, step: int) -> dict[str, Any] | None:
+        """What an evaluation found, if it was made."""
+
+
+class NoEvaluations:
+    """Of a run that holds nothing out."""
+
+    async def at(self, step: int) -> dict[str, Any]:
+        raise AssertionError(f"nothing is held out, so nothing is due after step {step}")
+
+    def found(self, step: int) -> None:
+        return None
 
 
 class Pipeline:
-    """evaluate: the evaluation of a step, which the metrics then have."""
+    """The loops of a run and what they share. `run` trains to the last step; `stop` ends it at a safe point."""
+
+    safe_point = "at the next safe point"
 
     def __init__(
         self,
@@ -89,7 +107,7 @@ class Pipeline:
         weights: WeightSync,
         observer: Observer,
         frontier: Frontier,
-        evaluate: Callable[[int], Awaitable[object]],
+        evaluations: Evaluations,
     ) -> None:
         t, p = config.training, config.pipeline
         self.config = config
@@ -100,7 +118,7 @@ class Pipeline:
         self.observer = observer
         self.frontier = frontier
         self._state = learner.state()
-        self.evaluate = evaluate
+        self.evaluations = evaluations
         self.spot_check = SpotCheck.of(config, learner, engine, weights.tolerance, self._refused)
         self.timeline = Timeline(store.folder)
         self.tokens = TokenFiles(store.folder, config.observe.tokens_mb, observer.note)
@@ -133,8 +151,18 @@ class Pipeline:
         self._after: dict[str, float] = {}  # seconds that followed the last report, and that training waited for
         self._stop = asyncio.Event()
 
-    async def run(self) -> None:
-        """Train up to the configured number of steps, or raise what went wrong."""
+    async def run(self) -> dict[str, Any] | None:
+        """Train up to the configured number of steps, and return the evaluation after the last, if one is due. Raises
+        what went wrong, or `Stopped` after `stop`."""
+        steps = self.config.training.steps
+        if evaluation_due(self.config, self.frontier.step):  # a run that was killed may have lost it
+            await self.or_stop(self.evaluations.at(self.frontier.step))
+        await self._run_loops()
+        for left in self.store.journal.pending():  # of a run that was made shorter
+            await self.store.journal.skip_slot(steps, left.number, "the run ended")
+        return await self.or_stop(self.evaluations.at(steps)) if evaluation_due(self.config, steps) else None
+
+    async def _run_loops(self) -> None:
         try:
             async with asyncio.TaskGroup() as tasks:
                 endless = [tasks.create_task(self.watch.guard(), name="watch")]
@@ -152,6 +180,10 @@ class Pipeline:
     def stop(self) -> None:
         """Stop at the next safe point; `run` then raises `Stopped`."""
         self._stop.set()
+
+    def evaluation(self, step: int) -> dict[str, Any] | None:
+        """What an evaluation found, if it was made."""
+        return self.evaluations.found(step)
 
     async def save(self) -> None:
         """Checkpoint the frontier, once the disk has the journal of it. No update is made meanwhile."""
@@ -307,7 +339,7 @@ class Pipeline:
 
     async def _evaluate(self, step: int) -> None:
         with self._following("evaluate", step), self.watch.waits("settle", "the evaluation"):
-            await self.evaluate(step)
+            await self.evaluations.at(step)
 
     @contextmanager
     def _following(self, part: str, step: int) -> Iterator[None]:

@@ -1,27 +1,31 @@
-"""Who works in a run, started in this order: the trainer with what it has learned, then the engine with its weights.
+"""The parts of a run that compute: the trainer, then the engine with the trainer's weights.
 
-`stack` is the caller's: with it ends what is started here.
+The only module of `run`, `rl` and `offline` that knows concrete engines, trainers and transports. `stack` is the
+caller's: what is started here is closed with it.
 """
 
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from kitae.config.root import RLConfig
+from kitae.config.root import RLConfig, StageConfig
 from kitae.engines.base import Engine
 from kitae.engines.start_engine import EngineOrder, start_engine
 from kitae.models.facts import ModelFacts
 from kitae.models.policy import Policy
 from kitae.observe.observer import Observer
+from kitae.offline.base import Method
+from kitae.rl.elastic import kept_at
 from kitae.rl.weight_sync import WeightSync
-from kitae.run.weight_transport import open_weight_store
 from kitae.store.columns import FOLDER
 from kitae.trainer.base import Trainer
 from kitae.trainer.learner import Learner
-from kitae.trainer.start_trainer import make_learner, start_trainer
+from kitae.trainer.start_trainer import make_learner, ranked_stage, start_trainer, supervised
 from kitae.weights.probe import probe_tolerance
+from kitae.weights.published_version import WeightStore
 from kitae.workers.base import Cluster
 
 _NO_ENGINE = 10  # times `cluster.patience`: how long a run that has lost all engines waits for one
@@ -29,8 +33,8 @@ _NO_ENGINE = 10  # times `cluster.patience`: how long a run that has lost all en
 
 @dataclass(frozen=True, slots=True)
 class Learning:
-    """`Learning(policy, LocalTrainer(…), learner, ModelFacts.of(policy))`; policy: None where the trainer is not in
-    this process."""
+    """What learns: `Learning(policy, LocalTrainer(…), learner, ModelFacts.of(policy))`. policy: None where the trainer
+    is not in this process."""
 
     policy: Policy | None
     trainer: Trainer
@@ -40,7 +44,8 @@ class Learning:
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """`Serving(order, NativeEngine(…), weights)`; order: what the engine was made from, for those that join it."""
+    """What samples: `Serving(order, NativeEngine(…), weights)`. order: what the engine was made from, for engines that
+    join it later."""
 
     order: EngineOrder
     engine: Engine
@@ -50,7 +55,7 @@ class Serving:
 async def start_learning(
     stack: AsyncExitStack, config: RLConfig, cluster: Cluster | None, state: Path | None, observer: Observer
 ) -> Learning:
-    """state: of a checkpoint; None: the model as it is before the first step."""
+    """The trainer, loaded. state: of a checkpoint; None: the model as it is before the first step."""
     observer.note(f"loading {config.model.path}")
     policy, trainer = start_trainer(config, cluster, observer.note)
     stack.push_async_callback(trainer.close)
@@ -65,11 +70,11 @@ async def start_learning(
 async def start_serving(
     stack: AsyncExitStack, config: RLConfig, cluster: Cluster | None, learning: Learning, version: int, folder: Path
 ) -> Serving:
-    """An engine that has weights of its own has those of its model's folder until they are handed over. folder: of the
-    run."""
+    """The engine, started. One with weights of its own has those of its model's folder until `serve_first_version`.
+    folder: of the run."""
     trainer, weight_store = learning.trainer, None
     if config.engine.kind != "native":
-        weight_store = await open_weight_store(config, trainer, cluster, folder / "weights")
+        weight_store = await _open_weight_store(config, trainer, cluster, folder / "weights")
     patience = _NO_ENGINE * config.cluster.patience
     columns = folder.absolute() / FOLDER
     order = EngineOrder(
@@ -89,3 +94,40 @@ async def start_serving(
     recompute = config.pipeline.in_flight == "recompute"
     weights = WeightSync(trainer, engine, recompute=recompute, tolerance=probe_tolerance(learning.facts.dtype))
     return Serving(order, engine, weights)
+
+
+async def serve_first_version(
+    stack: AsyncExitStack, serving: Serving, count: int, version: int, folder: Path, note: Callable[[str], None]
+) -> None:
+    """Hand the trainer's weights to an engine that has its own. From then on there are as many engines as are wanted:
+    `count`, or what is asked for in the folder of the run."""
+    if not serving.engine.capabilities.shares_weights:
+        await serving.weights.hand_over(version)
+    await stack.enter_async_context(kept_at(count, serving.engine, serving.order, serving.weights, folder, note))
+
+
+async def start_offline_trainer(
+    stack: AsyncExitStack, config: StageConfig, method: Method, cluster: Cluster | None, observer: Observer
+) -> Trainer:
+    """In this process, or in ranks of their own; on other machines there is always one rank at least."""
+    observer.note(f"loading {config.model.path}")
+    if cluster is not None and (cluster.remote or config.cluster.ranks > 1):
+        trainer: Trainer = ranked_stage(config, "kitae.offline.offline_rank", cluster)
+    else:
+        trainer = supervised(method.make_objective(), config.training)
+    stack.push_async_callback(trainer.close)
+    await trainer.start()
+    return trainer
+
+
+async def _open_weight_store(
+    config: RLConfig, trainer: Trainer, cluster: Cluster | None, folder: Path
+) -> WeightStore:
+    """Where engines with weights of their own find new versions. folder: of the run, for what goes through files."""
+    kind = config.cluster.transport
+    if kind == "auto":
+        kind = "http" if cluster is not None and cluster.remote else "memory"
+    settings = {"folder": str(folder)} if kind == "file" else {}
+    if kind in ("http", "broadcast"):
+        settings["host"] = "127.0.0.1" if cluster is None else cluster.host
+    return await trainer.open_weight_store(kind, config.engine.sync, settings)

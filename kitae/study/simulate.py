@@ -32,7 +32,7 @@ from kitae.envs.rollouts import Episodes
 from kitae.envs.single_turn import SingleTurn
 from kitae.errors import ConfigError
 from kitae.observe.observer import Reported, Silent
-from kitae.rl.loops import Pipeline
+from kitae.rl.loops import NoEvaluations, Pipeline
 from kitae.rl.weight_sync import WeightSync
 from kitae.store.checkpoints import Frontier
 from kitae.store.journal import NoJournal
@@ -294,7 +294,7 @@ async def _run(store: RunStore, hardware: Hardware, times: Times, work: Work) ->
     learner = _Learner(config, times, hardware.training)
     weights = WeightSync(_NoWeights(), engine, recompute=config.pipeline.in_flight == "recompute", tolerance=0.0)
     watch = _Watch()
-    pipeline = Pipeline(config, store, stream, runner, engine, learner, weights, watch, Frontier(0, 0), _no_evaluation)
+    pipeline = Pipeline(config, store, stream, runner, engine, learner, weights, watch, Frontier(0, 0), NoEvaluations())
     await pipeline.run()
     return watch, pipeline.issuing.cursor - pipeline.issuing.issued, engine.stats().restarts
 
@@ -429,7 +429,3 @@ class _Watch(Silent):
 
     def step(self, report: Reported) -> None:
         self.rows.append({**report.row(), "ended": now()})
-
-
-async def _no_evaluation(step: int) -> None:
-    raise AssertionError("a simulation evaluates nothing")

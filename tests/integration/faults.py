@@ -170,11 +170,12 @@ METHODS = (
 def _points(steps: int) -> list[tuple[Any, str, int]]:
     """Functions of a run at which a fault may strike, with about how often they are called."""
 
+    from kitae.rl import evaluations
     from kitae.rl.weight_sync import WeightSync
-    from kitae.run import rl_session
     from kitae.store.checkpoints import Checkpoints
     from kitae.store.journal import Journal
     from kitae.store.run_folder import Metrics, RunStore
+    from kitae.trainer import training_worker
     from kitae.trainer.learner import Learner
     from kitae.trainer.training_worker import Worker
 
@@ -196,8 +197,8 @@ def _points(steps: int) -> list[tuple[Any, str, int]]:
         (Checkpoints, "forget_after", 1),
         (RunStore, "begin", 1),
         (Metrics, "append", steps),
-        (rl_session, "evaluate", 2),
-        (rl_session, "export_policy", 1),
+        (evaluations, "evaluate", 2),
+        (training_worker, "export_policy", 1),
     ]
 
 
@@ -474,7 +475,7 @@ class Trial:
     def _check(self, steps: int) -> None:
         from test_async import check_ledger
 
-        from kitae.rl.evaluations import evaluation_due
+        from kitae.evaluation.held_out import evaluation_due
 
         config = toy_config(self.folder, *self.plan.settings, f"training.steps={steps}")
         fates = check_ledger(self.run, config)

@@ -7,10 +7,9 @@ from commands import Command
 
 from kitae.config.recipe import load_config
 from kitae.config.root import RLConfig
-from kitae.observe.observer import Silent
-from kitae.run.prepare import prepare
-from kitae.run.rl_session import Result, train
-from kitae.store.run_folder import Metrics, RunStore
+from kitae.observe.observer import Bystander, Silent
+from kitae.run.train_run import train
+from kitae.store.run_folder import Metrics, Result
 
 HERE = Path(__file__).parent
 RECIPE = HERE / "toy.toml"
@@ -29,8 +28,7 @@ def run_toy(folder: Path, *overrides: str) -> Result:
 
 
 def run_config(config: RLConfig) -> Result:
-    sources = prepare(config, print)
-    return train(RunStore.create(config), sources, Silent())
+    return train(config, Bystander(Silent()))
 
 
 def kitae(

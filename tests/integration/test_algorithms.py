@@ -15,9 +15,8 @@ from kitae.algorithms.presets import PRESETS
 from kitae.algorithms.stages import STAGES
 from kitae.config.recipe import load_config
 from kitae.errors import ConfigError
-from kitae.observe.observer import Silent
-from kitae.run.prepare import prepare
-from kitae.run.rl_session import train
+from kitae.observe.observer import Bystander, Silent
+from kitae.run.train_run import go_on
 from kitae.store.journal import Journal
 from kitae.store.run_folder import RunStore
 
@@ -89,7 +88,7 @@ def test_resumed_equals_uninterrupted_with_everything_that_moves(choices: list[s
     whole = run_toy(tmp_path / "whole", *settings).folder
     copy = shutil.copytree(whole, tmp_path / "copy")
     store = RunStore.open(copy)
-    train(store, prepare(store.config, print), Silent(), "step-000002")
+    go_on(store, Bystander(Silent()), "step-000002")
     assert_same_metrics(copy, whole)
     first, *_, last = rows(whole)
     if "algorithm.preset=ppo" in choices:

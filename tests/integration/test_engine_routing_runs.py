@@ -16,9 +16,8 @@ from test_conversation_runs import count, rollouts_of, told
 from kitae.algorithms.group_stages import experts_of
 from kitae.data.packing import NO_RECORD
 from kitae.errors import KitaeError
-from kitae.observe.observer import Silent
-from kitae.run.prepare import prepare
-from kitae.run.rl_session import train
+from kitae.observe.observer import Bystander, Silent
+from kitae.run.train_run import go_on
 from kitae.store.run_folder import RunStore
 from kitae.types import GREEDY, Chain
 
@@ -111,7 +110,7 @@ def test_resumed_equals_uninterrupted(tiny_folder: TinyFolder, tmp_path: Path) -
     whole = run_toy(tmp_path / "whole", *settings).folder
     copy = shutil.copytree(whole, tmp_path / "copy")
     store = RunStore.open(copy)
-    train(store, prepare(store.config, print), Silent(), "step-000002")
+    go_on(store, Bystander(Silent()), "step-000002")
     assert_same_metrics(copy, whole)
     flips = [[row["routing_flips"] for row in rows(f) if row["kind"] == "step"] for f in (copy, whole)]
     assert flips[0] == pytest.approx(flips[1], abs=1e-9)

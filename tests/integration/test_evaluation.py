@@ -14,9 +14,8 @@ from harness import RECIPE, finish, kitae, rows, run_toy, toy_config
 from kitae.cli import evaluation
 from kitae.cli.runs import compare
 from kitae.evaluation.held_out import answers_at, pair
-from kitae.observe.observer import Silent
-from kitae.run.prepare import prepare
-from kitae.run.rl_session import train
+from kitae.observe.observer import Bystander, Silent
+from kitae.run.train_run import go_on, train
 from kitae.store.journal import Journal
 from kitae.store.run_folder import RunStore
 from kitae.store.run_summary import look
@@ -100,12 +99,12 @@ def test_a_first_evaluation_that_nobody_judged_is_made_again(judge: Path, tmp_pa
     (tmp_path / "broken").touch()
     config = toy_config(tmp_path, *FEW, f"verifier.name={judge}:score", "verifier.max_error_share=0.5")
     with pytest.raises(Exception, match="could not be judged"):
-        train(RunStore.create(config), prepare(config, print), Silent())
+        train(config, Bystander(Silent()))
     run = tmp_path / "toy-001"
     assert [(r["step"], r["avg"], r["errors"]) for r in rows(run)] == [(0, None, 4)]
     (tmp_path / "broken").unlink()
     store = RunStore.open(run)
-    result = train(store, prepare(store.config, print), Silent())
+    result = go_on(store, Bystander(Silent()))
     first, *_ = look(run).evaluations
     assert (first["step"], first["errors"]) == (0, 0)
     assert result.before == first and result.after is not None

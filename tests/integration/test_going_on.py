@@ -20,21 +20,20 @@ from test_resume import rollouts_written
 
 from kitae.errors import ConfigError, DataError, StoreError, VerifierError
 from kitae.models.load import find_model
-from kitae.observe.observer import Silent
+from kitae.observe.observer import Bystander, Silent
 from kitae.rl import evaluations as run_evaluations
 from kitae.rl.loops import Pipeline
-from kitae.run.prepare import prepare
+from kitae.run import train_run
 from kitae.run.recompute_step import replay
-from kitae.run.rl_session import Result, train
 from kitae.store.checkpoints import Checkpoints
 from kitae.store.journal import Journal
-from kitae.store.run_folder import RunStore
+from kitae.store.run_folder import Result, RunStore
 from kitae.trainer.learner import Learner
 
 
 def go_on(folder: Path, *overrides: str, checkpoint: str | None = None) -> Result:
     store = RunStore.open(folder / "toy-001", overrides)
-    return train(store, prepare(store.config, print), Silent(), checkpoint)
+    return train_run.go_on(store, Bystander(Silent()), checkpoint)
 
 
 class Crash(Exception):
@@ -322,7 +321,7 @@ def test_a_finished_run_can_be_extended_and_changed(tmp_path: Path) -> None:
         go_on(tmp_path, "training.steps=8", checkpoint="step-000003")
     check_ledger(run, toy_config(tmp_path, "training.steps=7", "eval.prompts=4"))
     store = RunStore.open(run, ["training.steps=8"])  # what is forgotten had no other settings
-    train(store, prepare(store.config, print), Silent(), "step-000003", forget=True)
+    train_run.go_on(store, Bystander(Silent()), "step-000003", forget=True)
     (run / "checkpoints" / "step-000008").rename(tmp_path / "elsewhere")
     go_on(tmp_path)
     assert [r["lr"] for r in rows(run) if r["kind"] == "step"] == [3e-3] * 3 + [1e-4] * 5
@@ -381,7 +380,7 @@ def test_steps_can_be_forgotten(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="steps 5 to 6 come after the checkpoint and are trained again as they were"):
         go_on(tmp_path, "training.lr=1e-3")
     train_again = RunStore.open(run, ["training.lr=1e-3"])
-    train(train_again, prepare(train_again.config, print), Silent(), "step-000002", forget=True)
+    train_run.go_on(train_again, Bystander(Silent()), "step-000002", forget=True)
     journal = Journal(run / "journal.sqlite", read_only=True)
     after = [journal.rollouts(group) for group in range(24)]
     journal.close()
@@ -472,7 +471,7 @@ def test_killed_while_steps_are_forgotten(tmp_path: Path, monkeypatch: pytest.Mo
     with monkeypatch.context() as patch, pytest.raises(Crash):
         patch.setattr(Checkpoints, "forget_after", dies)
         store = RunStore.open(run)
-        train(store, prepare(store.config, print), Silent(), "step-000002", forget=True)
+        train_run.go_on(store, Bystander(Silent()), "step-000002", forget=True)
     go_on(tmp_path, "training.steps=7")
     check_ledger(run, toy_config(tmp_path, *settings, "training.steps=7"))
 
@@ -648,5 +647,5 @@ def test_prompts_that_were_changed_since_the_run_began_are_refused_by_name(
     assert go_on(tmp_path).step == 3, "put back, they are fine"
     file.write_text("".join(json.dumps({**row, "answer": "7"}) + "\n" for row in asked))
     store = RunStore.open(tmp_path / "toy-001")
-    assert train(store, prepare(store.config, print), Silent(), "start", forget=True).step == 3
+    assert train_run.go_on(store, Bystander(Silent()), "start", forget=True).step == 3
     assert go_on(tmp_path, "training.steps=4").step == 4, "now these are what it began with"

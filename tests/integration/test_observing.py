@@ -16,11 +16,10 @@ from kitae.errors import ConfigError
 from kitae.observe.attach_observers import watched
 from kitae.observe.config import ObserveConfig
 from kitae.observe.diagnosis import RULES, diagnose
-from kitae.observe.observer import Silent
+from kitae.observe.observer import Bystander, Silent
 from kitae.observe.step_report import StepReport
 from kitae.observe.token_numbers import FOLDER, read_tokens, recorded_steps
-from kitae.run.prepare import prepare
-from kitae.run.rl_session import train
+from kitae.run import train_run
 from kitae.store.journal import Journal
 from kitae.store.run_folder import RunStore
 from kitae.store.run_summary import look
@@ -75,17 +74,15 @@ def test_records_over_a_crash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_records_of_steps_that_are_given_up(tmp_path: Path) -> None:
     folder = run_toy(tmp_path, *RECORDED, "checkpoint.keep=3").folder
     store = RunStore.open(folder, ["training.steps=4"])
-    train(store, prepare(store.config, print), Silent(), "step-000002", forget=True)
+    train_run.go_on(store, Bystander(Silent()), "step-000002", forget=True)
     assert recorded_steps(folder) == [1, 2, 3, 4]
 
 
 def watch(folder: Path, *settings: str) -> tuple[Path, list[str]]:
     """A toy run as the command line watches it."""
     config = toy_config(folder, *settings)
-    sources, store, screen = prepare(config, print), RunStore.create(config), Listener()
-    with watched(config, config.observe, store.folder, screen) as observer:
-        train(store, sources, observer)
-    return store.folder, screen.notes
+    screen = Listener()
+    return train_run.train(config, Bystander(screen)).folder, screen.notes
 
 
 def test_the_diagnosis_of_a_run_that_goes_on(tmp_path: Path) -> None:
@@ -127,15 +124,15 @@ def test_metrics_while_a_run_goes_on(tmp_path: Path) -> None:
 
     class Asks(Listener):
         def step(self, report: StepReport) -> None:
+            if not pages:
+                with watched(config, config.observe, tmp_path, self):
+                    pass  # another run on the same port
             with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
                 pages.append(answer.read().decode())
 
     screen = Asks()
     store = RunStore.create(config)
-    with watched(config, config.observe, store.folder, screen) as observer:
-        with watched(config, config.observe, tmp_path, screen):
-            pass  # a second run on the same port
-        train(store, prepare(config, print), observer)
+    train_run.go_on(store, Bystander(screen))
     assert 'kitae_step{run="toy-001"} 5.0' in pages[-1] and "kitae_reward{" in pages[-1]
     assert sum("no /metrics for this run" in text for text in screen.notes) == 1
 

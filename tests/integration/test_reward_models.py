@@ -8,9 +8,8 @@ import pytest
 from harness import RECIPE, finish, kitae, rows, run_toy
 
 from kitae.config.recipe import load_config
-from kitae.observe.observer import Silent
-from kitae.run.build import prepare
-from kitae.store.run_folder import RunStore
+from kitae.observe.observer import Bystander, Silent
+from kitae.run.train_run import train
 
 
 @pytest.fixture(scope="module")
@@ -31,8 +30,7 @@ def reward_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         run.dir = "{folder}"
         """
     )
-    config, start = prepare(load_config(folder / "reward.toml", []), print)
-    result = start(RunStore.create(config), Silent(), None, False)
+    result = train(load_config(folder / "reward.toml", []), Bystander(Silent()))
     assert result.after is not None and result.after["avg_low"] > 0.5
     return result.folder
 

@@ -20,10 +20,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from kitae.config.root import RLConfig
 from kitae.errors import ConfigError, ModelError, RemoteError
 from kitae.models.tiny import make_tiny
-from kitae.observe.observer import Silent
-from kitae.run.prepare import prepare
+from kitae.observe.observer import Bystander, Silent
+from kitae.run.plan import make_plan
 from kitae.run.recompute_step import replay
-from kitae.run.rl_session import train
+from kitae.run.train_run import go_on, train
 from kitae.store.run_folder import RunStore
 from kitae.workers.process_status import family_of, state_of
 
@@ -92,7 +92,7 @@ def test_resumed_equals_uninterrupted(choices: tuple[str, ...], distil: Config, 
     whole = run_config(distil(*SHORT, *choices)).folder
     copy = shutil.copytree(whole, tmp_path / "copy")
     store = RunStore.open(copy)
-    train(store, prepare(store.config, print), Silent(), "step-000002")
+    go_on(store, Bystander(Silent()), "step-000002")
     assert_same_metrics(copy, whole)
     for a, b in zip(rows(copy), rows(whole), strict=True):
         for key in ("teacher_kl", "teacher_agreement", "teacher_divergence", "kl_k1"):
@@ -135,14 +135,14 @@ def test_a_teacher_in_its_own_process_teaches_the_same_also_after_its_end(distil
                 killed.append(worker)
                 os.kill(worker, signal.SIGKILL)
 
-    there = train(RunStore.create(config), prepare(config, print), Killer()).folder
+    there = train(config, Bystander(Killer())).folder
     assert killed and [row["teacher_restarts"] for row in rows(there)] == [0, 0, 1, 0]
     for a, b in zip(rows(here), rows(there), strict=True):
         for key in ("teacher_kl", "teacher_agreement", "loss", "grad_norm", "reward"):
             assert a[key] == pytest.approx(b[key], rel=1e-5, abs=1e-6), (a["step"], key)  # what is sampled is rounded
     copy = shutil.copytree(there, tmp_path / "copy")
     store = RunStore.open(copy)
-    train(store, prepare(store.config, print), Silent(), "step-000002")
+    go_on(store, Bystander(Silent()), "step-000002")
     for a, b in zip(rows(copy), rows(there), strict=True):
         assert a["teacher_kl"] == pytest.approx(b["teacher_kl"], abs=1e-6)
     assert replay(there, 4, print).difference <= 1e-5
@@ -236,7 +236,7 @@ def test_a_served_teacher_teaches_the_same(served: tuple[str, list[int]], distil
 
 def refused(kind: type[Exception], config: RLConfig) -> str:
     with pytest.raises(kind) as caught:
-        prepare(config, print)
+        make_plan(config, print)
     return str(caught.value)
 
 

@@ -13,9 +13,8 @@ from kitae.config.recipe import load_config
 from kitae.errors import DataError, VerifierError
 from kitae.evaluation.run_suites import Entrant, EvaluationSettings, evaluate_models
 from kitae.evaluation.suites import own_suite
-from kitae.observe.observer import Silent
-from kitae.run.prepare import prepare
-from kitae.run.rl_session import train
+from kitae.observe.observer import Bystander, Silent
+from kitae.run.train_run import go_on
 from kitae.store.journal import Journal
 from kitae.store.run_folder import RunStore
 from kitae.trainer.optim import Optimizer, Update
@@ -166,13 +165,10 @@ def test_a_repaired_verifier_lets_the_run_go_on(tmp_path: Path) -> None:
     with pytest.raises(VerifierError, match="service is down"):
         run_toy(tmp_path, *settings)
     verifier.write_text("def score(response, reference, context): return float(len(response) % 2)\n")
-    store = RunStore.open(tmp_path / "toy-001")
+    store = RunStore.open(tmp_path / "toy-001", ["verifier.check_gold=false"])
     before = {r.id: r.segments for g in range(4) for r in store.journal.rollouts(g)}
     assert len(before) == 32
-    settings_of_run = store.config.model_copy(
-        update={"verifier": store.config.verifier.model_copy(update={"check_gold": False})}
-    )
-    result = train(store, prepare(settings_of_run, print), Silent())
+    result = go_on(store, Bystander(Silent()))
     journal = Journal(result.folder / "journal.sqlite", read_only=True)
     assert before == {r.id: r.segments for g in range(4) for r in journal.rollouts(g)}
     assert all(r.score and r.score.valid for g in range(8) for r in journal.rollouts(g))

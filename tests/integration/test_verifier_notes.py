@@ -4,10 +4,8 @@ from pathlib import Path
 
 from harness import toy_config
 
-from kitae.observe.observer import Silent
-from kitae.run.prepare import prepare
-from kitae.run.rl_session import train
-from kitae.store.run_folder import RunStore
+from kitae.observe.observer import Bystander, Silent
+from kitae.run.train_run import train
 
 LOUD = """
 def score(response, reference, context):
@@ -29,6 +27,6 @@ def test_printed_lines_are_notes_of_the_run(tmp_path: Path) -> None:
     settings = ["training.steps=1", "eval.prompts=0", "verifier.check_gold=false"]
     config = toy_config(tmp_path, *settings, f"verifier.name={tmp_path / 'loud.py'}:score")
     listener = Listener()
-    train(RunStore.create(config), prepare(config, listener.note), listener)
+    train(config, Bystander(listener))
     assert listener.notes.count("loud.py:score: looked at True") == 20
     assert listener.notes[-1].endswith("more lines were printed")

@@ -27,9 +27,6 @@ BESIDE = {
     ("cli", "ui"),
     ("cli", "study"),
     ("rl", "evaluation"),
-    ("rl", "run"),
-    ("offline", "run"),
-    ("offline", "rl"),
     ("offline", "evaluation"),
     ("envs", "serving"),
     ("serving", "verifiers"),
@@ -48,8 +45,7 @@ CONCRETE = {
 """What the loops know by its protocol alone."""
 
 PUTS_TOGETHER = {
-    "kitae.run.rl_session",
-    "kitae.run.offline_session",
+    "kitae.run.assembly",
     "kitae.offline.offline_rank",
     "kitae.offline.loaded_model",
 }

@@ -15,9 +15,8 @@ from kitae.chains.chain_file import ChainPlan, read_chain
 from kitae.chains.chain_folder import read_record
 from kitae.chains.chain_runner import run_chain
 from kitae.errors import ConfigChangedError, DataError, StoreError
-from kitae.observe.observer import Silent
-from kitae.offline.loop import StageLoop
-from kitae.run.launch import Bystander
+from kitae.observe.observer import Bystander, Silent
+from kitae.offline.loop import OfflineLoop
 from kitae.store.run_folder import lock
 
 SCORE = '''
@@ -147,9 +146,9 @@ def test_a_chain_that_is_killed_everywhere_ends_the_same(
     go(whole)
     broken = write(prompts=16, output="broken")
     killed_in(broken, monkeypatch, chain_runner, "sample_file", 1)
-    killed_in(broken, monkeypatch, chain_runner, "begin", 1)
+    killed_in(broken, monkeypatch, chain_runner, "train", 1)
     (broken.folder / "02-learn-001").mkdir()  # killed while the run folder was made
-    killed_in(broken, monkeypatch, StageLoop, "_learn", 2)
+    killed_in(broken, monkeypatch, OfflineLoop, "_learn", 2)
     heard = go(broken)
     assert [text for text in heard if text.startswith("stage")] == ["stage 02-learn, 2 of 2"]
     assert (broken.folder / "01-answers.jsonl").read_text() == (whole.folder / "01-answers.jsonl").read_text()
@@ -170,7 +169,7 @@ def test_a_sampled_file_that_was_complete_is_not_sampled_again(
 
 
 def test_what_was_begun_keeps_its_settings(write: Callable[..., ChainPlan], monkeypatch: pytest.MonkeyPatch) -> None:
-    killed_in(write(), monkeypatch, chain_runner, "begin", 1)
+    killed_in(write(), monkeypatch, chain_runner, "train", 1)
     with pytest.raises(ConfigChangedError, match=r"stage 01-answers: sample\.n: was 6, is 5"):
         go(write(**{"n = 6": "n = 5"}))
     with pytest.raises(ConfigChangedError, match=r"stage 02-learn: training\.lr: was 0\.01, is 0\.02"):

@@ -135,10 +135,8 @@ BAD = {
 
 def make(name: str, folder: Path) -> tuple[Path, str]:
     """The run folder, and the command that makes such a one."""
-    from kitae.cli.training import _run  # what the command line does with a run, its console log included
-    from kitae.observe.run_log import Console
-    from kitae.run.prepare import prepare
-    from kitae.store.run_folder import RunStore
+    from kitae import api
+    from kitae.cli.training import Screen  # what the command line does with a run, its console log included
 
     bad = BAD[name]
     own = folder / "own.py"
@@ -152,9 +150,9 @@ def make(name: str, folder: Path) -> tuple[Path, str]:
         TOY.read_text().replace('task = "arithmetic"', _files(bad, folder)) if bad.train else TOY.read_text()
     )
     config = load_config(recipe, settings)
-    console = Console()
     try:
-        _run(RunStore.create(config), prepare(config, lambda text: None), console)
+        with Screen() as screen:
+            api.train(config, observer=screen)
     except KitaeError as error:
         print(f"{name}: {error}")
     shown = " ".join(s for s in settings if not s.startswith("run."))

@@ -13,9 +13,9 @@ from kitae.config.recipe import override_config, parse_config
 from kitae.config.root import DistilFileConfig, StageConfig
 from kitae.errors import ConfigError, ModelError
 from kitae.models.tiny import make_tiny
-from kitae.offline.example_batches import StageData
-from kitae.offline.loop import StageLoop
-from kitae.run.build import prepare
+from kitae.offline.example_batches import ExampleBatches
+from kitae.offline.loop import OfflineLoop
+from kitae.run.plan import make_plan
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def test_the_student_comes_closer_and_what_is_reported_is_the_divergence(config:
     assert result.after["avg"] < 0.7 * result.before["avg"]
     models = [AutoModelForCausalLM.from_pretrained(folder) for folder in (result.folder / "model", teacher)]
     expected = []
-    for item in StageData(config).held_out:
+    for item in ExampleBatches(config).held_out:
         (sequence,) = item.sequences
         places = torch.tensor(np.flatnonzero(sequence.mask_T) - 1)
         with torch.no_grad():
@@ -60,15 +60,15 @@ def test_the_student_comes_closer_and_what_is_reported_is_the_divergence(config:
 @pytest.mark.thorough
 def test_a_killed_run_goes_on_with_the_same_numbers(config: StageConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = run_stage(config)
-    learn = StageLoop._learn
+    learn = OfflineLoop._learn
 
-    async def killed(self: StageLoop, step: int, items: list) -> object:  # type: ignore[type-arg]
+    async def killed(self: OfflineLoop, step: int, items: list) -> object:  # type: ignore[type-arg]
         if step == 6:
             raise KeyboardInterrupt
         return await learn(self, step, items)
 
     with monkeypatch.context() as patch:
-        patch.setattr(StageLoop, "_learn", killed)
+        patch.setattr(OfflineLoop, "_learn", killed)
         with pytest.raises(KeyboardInterrupt):
             run_stage(config)
     folder = whole.folder.with_name(whole.folder.name.replace("001", "002"))
@@ -83,4 +83,4 @@ def test_a_teacher_is_needed_and_must_fit(config: StageConfig, tmp_path: Path) -
         stage_config(tmp_path, kind="distil-file")
     absent = override_config(config, [f"method.teacher={tmp_path / 'nobody'}"])
     with pytest.raises(ModelError, match=r"method\.teacher: .*has no nobody"):
-        prepare(absent, print)
+        make_plan(absent, print)

@@ -11,10 +11,11 @@ from safetensors.torch import load_file
 from kitae.config.recipe import override_config, parse_config
 from kitae.config.root import StageConfig
 from kitae.errors import ConfigError, DataError
-from kitae.observe.observer import Silent
-from kitae.offline.example_batches import StageData
-from kitae.offline.loop import StageLoop
-from kitae.run import offline_session
+from kitae.observe.observer import Bystander, Silent
+from kitae.offline.example_batches import ExampleBatches
+from kitae.offline.loop import OfflineLoop
+from kitae.run import train_run
+from kitae.run.train_run import train
 from kitae.store.checkpoints import START
 from kitae.store.run_folder import Result, RunStore
 
@@ -44,16 +45,11 @@ def stage_config(folder: Path, *overrides: str, kind: str = "sft", **training: A
 
 
 def run_stage(config: StageConfig) -> Result:
-    data = StageData(config)
-    steps = config.training.steps or data.steps(config.training.epochs)
-    config = override_config(config, [f"training.steps={steps}"])
-    return offline_session.train(RunStore.create(config), data, Silent())
+    return train(config, Bystander(Silent()))
 
 
 def go_on(folder: Path) -> Result:
-    store = RunStore.open(folder)
-    assert isinstance(store.config, StageConfig)
-    return offline_session.train(store, StageData(store.config), Silent())
+    return train_run.go_on(RunStore.open(folder), Bystander(Silent()))
 
 
 def rows_of(folder: Path) -> list[dict[str, Any]]:
@@ -86,15 +82,15 @@ def test_a_run_that_was_killed_goes_on_as_if_nothing_had_happened(
 ) -> None:
     sft = override_config(sft, [f"model.lora_rank={lora}"])
     whole = run_stage(sft).folder
-    learn = StageLoop._learn
+    learn = OfflineLoop._learn
 
-    async def crash(self: StageLoop, step: int, items: Any) -> Any:
+    async def crash(self: OfflineLoop, step: int, items: Any) -> Any:
         if step == 8:
             raise KeyboardInterrupt
         return await learn(self, step, items)
 
     with monkeypatch.context() as patch:
-        patch.setattr(StageLoop, "_learn", crash)
+        patch.setattr(OfflineLoop, "_learn", crash)
         with pytest.raises(KeyboardInterrupt):
             run_stage(sft)
     broken = tmp_path / "stage-002"
@@ -116,7 +112,7 @@ def test_a_stage_refuses_what_belongs_to_another_kind(sft: StageConfig, tmp_path
 def test_bad_rows_are_named(sft: StageConfig, tmp_path: Path) -> None:
     write_rows(tmp_path / "train.jsonl", [{"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": 3}])
     with pytest.raises(DataError, match=r"train\.jsonl:2"):
-        StageData(sft)
+        ExampleBatches(sft)
 
 
 @pytest.mark.thorough
@@ -125,15 +121,15 @@ def test_an_evaluation_that_was_cut_off_is_made_up_for(
 ) -> None:
     sft = override_config(sft, ["eval.every=2", "training.steps=6"])
     whole = run_stage(sft).folder
-    evaluate = StageLoop.evaluate
+    evaluate = OfflineLoop.evaluate
 
-    async def crash(self: StageLoop, step: int) -> Any:
+    async def crash(self: OfflineLoop, step: int) -> Any:
         if step == 4:
             raise KeyboardInterrupt
         return await evaluate(self, step)
 
     with monkeypatch.context() as patch:
-        patch.setattr(StageLoop, "evaluate", crash)
+        patch.setattr(OfflineLoop, "evaluate", crash)
         with pytest.raises(KeyboardInterrupt):
             run_stage(sft)
     broken = tmp_path / "stage-002"
@@ -149,17 +145,17 @@ def test_a_run_goes_on_with_the_examples_that_it_began_with(sft: StageConfig, tm
     (tmp_path / file).write_text(whole.replace("yes", "no"))
     store = RunStore.open(folder, ["training.steps=4"])
     with pytest.raises(DataError, match="the examples must be those that the run began with"):
-        offline_session.train(store, StageData(sft), Silent())
+        train_run.go_on(store, Bystander(Silent()))
     (tmp_path / file).write_text(whole)
     store = RunStore.open(folder, ["training.steps=4"])
-    assert offline_session.train(store, StageData(sft), Silent()).step == 4
+    assert train_run.go_on(store, Bystander(Silent())).step == 4
     (tmp_path / file).write_text(whole.replace("yes", "no"))
-    assert offline_session.train(RunStore.open(folder), StageData(sft), Silent(), START).step == 4
+    assert train_run.go_on(RunStore.open(folder), Bystander(Silent()), START).step == 4
 
 
 def test_a_run_that_goes_on_has_steps_to_train(sft: StageConfig) -> None:
     folder = run_stage(override_config(sft, ["training.steps=2"])).folder
     store = RunStore.open(folder, ["training.steps=0"])
     with pytest.raises(ConfigError, match=r"training\.steps must be at least 1 for a run that goes on, got 0"):
-        offline_session.train(store, StageData(sft), Silent(), START)
+        train_run.go_on(store, Bystander(Silent()), START)
     assert (folder / "checkpoints" / "step-000002").is_dir()

@@ -14,12 +14,13 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from kitae.config.recipe import override_config
 from kitae.config.root import StageConfig
 from kitae.errors import ConfigError, DataError, ModelError
-from kitae.observe.observer import Silent
-from kitae.offline.example_batches import StageData
-from kitae.offline.loop import StageLoop
+from kitae.observe.observer import Bystander, Silent
+from kitae.offline.example_batches import ExampleBatches
+from kitae.offline.loop import OfflineLoop
 from kitae.offline.reference_logprobs import ReferenceLogProbs
-from kitae.run import offline_session
-from kitae.run.build import check, prepare
+from kitae.run import train_run
+from kitae.run.plan import check, make_plan
+from kitae.run.train_run import train
 from kitae.store.run_folder import RunStore
 
 KINDS = ("dpo", "kto", "reward")
@@ -68,15 +69,15 @@ def test_a_run_that_was_killed_goes_on_as_if_nothing_had_happened(
 ) -> None:
     config = make(kind, f"model.lora_rank={lora}", "training.steps=6", "eval.every=3")
     whole = run_stage(config).folder
-    learn = StageLoop._learn
+    learn = OfflineLoop._learn
 
-    async def crash(self: StageLoop, step: int, items: Any) -> Any:
+    async def crash(self: OfflineLoop, step: int, items: Any) -> Any:
         if step == 4:
             raise KeyboardInterrupt
         return await learn(self, step, items)
 
     with monkeypatch.context() as patch:
-        patch.setattr(StageLoop, "_learn", crash)
+        patch.setattr(OfflineLoop, "_learn", crash)
         with pytest.raises(KeyboardInterrupt):
             run_stage(config)
     broken = tmp_path / "stage-002"
@@ -102,7 +103,7 @@ def test_more_steps_need_more_of_the_reference_and_get_it_from_the_first_weights
     assert len(list((short / "reference").iterdir())) == 1
     store = RunStore.open(short, ["training.steps=3"])
     assert isinstance(store.config, StageConfig)
-    offline_session.train(store, StageData(store.config), Silent())
+    train_run.go_on(store, Bystander(Silent()))
     whole = run_stage(override_config(config, ["training.steps=3"])).folder
     assert len(list((short / "reference").iterdir())) == 2
     found, expected = steps_of(short)[-1], steps_of(whole)[-1]
@@ -172,13 +173,13 @@ def test_bad_rows_are_named(make: Callable[..., StageConfig], tmp_path: Path) ->
     write_rows(tmp_path / "train.jsonl", [*pairs(2), {"prompt": "a", "chosen": "b"}])
     for kind in KINDS:
         with pytest.raises(DataError, match=r"train\.jsonl:3"):
-            StageData(make(kind))
+            ExampleBatches(make(kind))
 
 
 def test_margins_that_no_row_has_are_refused(make: Callable[..., StageConfig], tmp_path: Path) -> None:
     rows = [{k: v for k, v in row.items() if k != "margin"} for row in pairs(4)]
     write_rows(tmp_path / "train.jsonl", rows)
-    for look in (check, StageData):
+    for look in (check, ExampleBatches):
         with pytest.raises(DataError, match=r"method\.margin_coef is 1, but no row has a margin"):
             look(make("reward", "method.margin_coef=1"))
 
@@ -187,7 +188,7 @@ def test_kto_needs_two_prompts_and_says_so_before_a_model_is_loaded(
     make: Callable[..., StageConfig], tmp_path: Path
 ) -> None:
     write_rows(tmp_path / "train.jsonl", pairs(1))
-    for look in (check, StageData):
+    for look in (check, ExampleBatches):
         with pytest.raises(
             DataError, match=r"kto needs answers to at least two prompts, got one: that of train\.jsonl"
         ):
@@ -198,7 +199,7 @@ def test_kto_needs_two_prompts_and_says_so_before_a_model_is_loaded(
 
 def test_partners_of_kto_do_not_depend_on_how_many_steps_are_trained(make: Callable[..., StageConfig]) -> None:
     """Nor on which: 5 does not divide the 24 answers."""
-    data = StageData(make("kto", "training.batch=5"))
+    data = ExampleBatches(make("kto", "training.batch=5"))
 
     def partners(steps: int) -> dict[str, list[int]]:
         found = {item.id: item.partner for item in data.trained(steps)}
@@ -216,11 +217,7 @@ def test_partners_of_kto_do_not_depend_on_how_many_steps_are_trained(make: Calla
 def test_a_reward_model_is_trained_further(make: Callable[..., StageConfig], tmp_path: Path, lora: int) -> None:
     """It begins where it ended: with its own head, which a language model would have to learn first."""
     first = run_stage(make("reward", "training.steps=6"))
-    config, _ = prepare(
-        make("reward", f"model.path={first.folder}", f"model.lora_rank={lora}", "training.steps=2"), print
-    )
-    assert isinstance(config, StageConfig)
-    second = run_stage(config)
+    second = run_stage(make("reward", f"model.path={first.folder}", f"model.lora_rank={lora}", "training.steps=2"))
     assert first.after is not None and second.before is not None
     assert second.before["avg"] == first.after["avg"] > 0.5
     before, after = steps_of(first.folder)[-1], steps_of(second.folder)[0]
@@ -228,7 +225,7 @@ def test_a_reward_model_is_trained_further(make: Callable[..., StageConfig], tmp
     model = AutoModelForSequenceClassification.from_pretrained(second.folder / "model")
     assert model.config.num_labels == 1 and model.score.weight.abs().sum() > 0
     with pytest.raises(ModelError, match="must be a language model, got a reward model"):
-        prepare(make("dpo", f"model.path={first.folder}"), print)
+        make_plan(make("dpo", f"model.path={first.folder}"), print)
 
 
 def test_it_is_said_that_data_are_read_and_a_reference_is_computed(make: Callable[..., StageConfig]) -> None:
@@ -241,11 +238,10 @@ def test_it_is_said_that_data_are_read_and_a_reference_is_computed(make: Callabl
         def status(self, text: str) -> None:
             said.append(text)
 
-    config, start = prepare(make("dpo", "training.steps=2", "training.batch=6"), said.append)
-    assert said == [f"reading {config.data.path}: every example is rendered and measured once"]
-    store = RunStore.create(config)
-    start(store, Heard(), None, False)
-    folder = store.folder / "reference"
+    config = make("dpo", "training.steps=2", "training.batch=6")
+    run = train(config, Bystander(Heard())).folder
+    assert said[0] == f"reading {config.data.path}: every example is rendered and measured once"
+    folder = run / "reference"
     expected = [
         "computing the log-probs of the reference, once, before the first step",
         "computing the log-probs of the reference: 30 answers so far",

@@ -11,7 +11,8 @@ from kitae.config.root import RLConfig
 from kitae.envs.rollouts import Episodes
 from kitae.errors import ConfigChangedError, ConfigError, StoreError, VerifierError
 from kitae.offline.answer_selection import Selection
-from kitae.offline.sampling import PartialFile, SampleOrder, SampleWatcher, sample_file, sample_groups
+from kitae.offline.sampling import PartialFile, SampleOrder, SampleWatcher
+from kitae.run.sample_run import sample_file, sample_groups
 
 SCORES = """
 def even(response, reference, context):

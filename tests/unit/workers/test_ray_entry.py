@@ -15,7 +15,7 @@ from kitae.workers.config import ClusterConfig
 def test_without_ray() -> None:
     """All else must work, and the one thing that does not says how to help it."""
     program = (
-        "import asyncio, sys; sys.modules['ray'] = None; import kitae.run.rl_session, kitae.cli.main\n"
+        "import asyncio, sys; sys.modules['ray'] = None; import kitae.run.train_run, kitae.cli.main\n"
         "from kitae.workers.backends import open_cluster; from kitae.workers.config import ClusterConfig\n"
         "asyncio.run(open_cluster(ClusterConfig(backend='ray')))"
     )

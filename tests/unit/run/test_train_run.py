@@ -9,8 +9,8 @@ from kitae.cli.runs import clean
 from kitae.config.recipe import make_config
 from kitae.config.root import StageConfig
 from kitae.errors import ConfigError
-from kitae.observe.observer import Silent
-from kitae.run.launch import Bystander, go_on
+from kitae.observe.observer import Bystander, Silent
+from kitae.run.train_run import resume
 
 
 @pytest.fixture
@@ -23,8 +23,8 @@ def sft(tmp_path: Path) -> StageConfig:
 def test_there_is_nothing_to_forget_and_nothing_to_replay(sft: StageConfig, capsys: pytest.CaptureFixture[str]) -> None:
     folder = run_stage(sft).folder
     with pytest.raises(ConfigError, match=r"--forget gives up answers .* method.kind = 'sft' samples none"):
-        go_on(folder, Bystander(Silent()), forget=True)
-    assert go_on(folder, Bystander(Silent())).step == 6, "the folder is not locked"
+        resume(folder, Bystander(Silent()), forget=True)
+    assert resume(folder, Bystander(Silent())).step == 6, "the folder is not locked"
     clean([folder], weights_only=False, yes=False)
     said = capsys.readouterr().out
     assert "then it goes on from step-000006 only" in said and "replay" not in said
