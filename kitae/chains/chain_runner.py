@@ -4,21 +4,24 @@ Everything is checked before the first stage. A stage is begun on record, run, a
 between, it goes on from its own last checkpoint or its own journal when the chain is run again.
 """
 
+import gc
 import shutil
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from kitae.chains.chain_file import ChainPlan, ChainStage, check_chain
 from kitae.chains.chain_folder import Record, read_record, refuse_changes
-from kitae.chains.chain_memory import forget_peak, free_memory
 from kitae.chains.chain_report import draw_curve, write_report
 from kitae.clock import now
 from kitae.config.root import RLConfig, reinforcement
 from kitae.errors import DataError, Interrupted
 from kitae.evaluation.run_suites import evaluate_own
+from kitae.kernels.allocation import return_freed_memory
 from kitae.models.load import check_model
 from kitae.observe.observer import Audience
 from kitae.observe.progress import peak_memory_gb
@@ -27,19 +30,20 @@ from kitae.run.sample_run import sample_file
 from kitae.run.train_run import resume, train
 from kitae.store.run_folder import is_run
 
+_RESET_PEAK = Path("/proc/self/clear_refs")
+
 Watching = Callable[[], AbstractContextManager[SampleWatcher]]
 
 
 def inspect_chain(chain: ChainPlan) -> None:
-    """Refuse what is wrong with it, and changes of what was begun; touches nothing."""
+    """Refuse what is wrong with the chain, and changes of stages that were begun. Nothing is written."""
     check_chain(chain)
     refuse_changes(chain, read_record(chain)[0])
 
 
 def run_chain(chain: ChainPlan, audience: Audience, watching: Watching = lambda: nullcontext(SampleWatcher())) -> None:
-    """Run what is not finished. watching: who is told how far a stage is that samples. Raises `Interrupted` where
-    Ctrl-C stopped a stage, which then is saved."""
-    inspect_chain(chain)
+    """Run the stages that are not finished, of a chain that was inspected. watching: shows how far a stage is that
+    samples. Raises `Interrupted` where Ctrl-C stopped a stage, which then is saved."""
     check_model(chain.config(chain.stages[0]).model)
     record = Record(chain)
     try:
@@ -100,6 +104,22 @@ def _measured(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     began = now()
     found = work()
     return {**found, "seconds": now() - began, "peak_gb": peak_memory_gb()}
+
+
+def free_memory() -> None:
+    """Give back what the stage before has left. Its models hold each other in circles, so only the garbage collector
+    frees them; and freed memory stays with the process (`kitae.kernels.allocation`), in pieces of sizes that the next
+    stage may not need."""
+    gc.collect()
+    return_freed_memory()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def forget_peak() -> None:
+    """Count the peak of memory from here on. Where the system cannot, `peak_memory_gb` is that of the whole process."""
+    with suppress(OSError):
+        _RESET_PEAK.write_text("5")
 
 
 def _evaluate(chain: ChainPlan, record: Record, after: int, model: str, audience: Audience) -> None:

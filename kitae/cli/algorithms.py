@@ -2,17 +2,28 @@
 
 import shutil
 import sys
+from typing import Annotated
+
+import typer
 
 from kitae.algorithms.catalogue import COLUMNS, arguments, choices, master_table, settings
 from kitae.algorithms.preferences import PREFERENCE_LOSSES
 from kitae.algorithms.presets import BASE, PRESETS
 from kitae.algorithms.stages import STAGES, Stage
+from kitae.cli.text import table
 from kitae.errors import ConfigError
 from kitae.plugins import nearest
 
 
-def algorithms(name: str | None) -> None:
-    """The table, one method, or one stage by its key or its number."""
+def algorithms(
+    name: Annotated[
+        str | None, typer.Argument(help="A method (its formula, source, trap and settings) or a stage (its choices).")
+    ] = None,
+) -> None:
+    """List the algorithms, or explain one.
+
+    Each is a choice for each of eight stages.
+    """
     numbers = {stage.number.lower(): stage for stage in STAGES.values()}
     if name is None:
         _overview()
@@ -39,16 +50,14 @@ def _stage_of(name: str) -> Stage | None:
 
 
 def _overview() -> None:
-    rows = [COLUMNS, *master_table()]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(COLUMNS))]
-    needed = sum(widths) + 2 * len(widths)
+    lines = table([COLUMNS, *master_table()], left=len(COLUMNS))
+    needed = max(map(len, lines.splitlines())) + 2
     if sys.stdout.isatty() and shutil.get_terminal_size().columns < needed:
         for name, preset in PRESETS.items():
-            print(f"{name.ljust(widths[0])}  {preset.title}")
+            print(f"{name.ljust(max(map(len, PRESETS)))}  {preset.title}")
         print(f"\nThe table of stages needs a terminal of {needed} columns, or: kitae algorithms | less -S")
     else:
-        for row in rows:
-            print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+        print(lines)
     print(f"\n{len(PRESETS)} methods. One of them:   kitae algorithms {next(iter(PRESETS))}")
     print(f"the choices of a stage:   kitae algorithms gate      (stages: {', '.join(STAGES)})")
     print("train with one:           kitae train quickstart algorithm.preset=dapo")

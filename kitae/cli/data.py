@@ -5,9 +5,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
+import typer
 
+from kitae.cli.arguments import Overrides, Recipe
 from kitae.cli.text import table
 from kitae.config.locate import find_recipe
 from kitae.config.recipe import load_config
@@ -38,13 +41,24 @@ class _Item:
     label: bool | None = None
 
 
-def data(recipe: str, overrides: list[str], against: Sequence[Path], show: int) -> None:
-    config = load_config(find_recipe(recipe), overrides)
+def data(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    against: Annotated[
+        list[Path] | None, typer.Option(help="An evaluation's file to look for in the data; may be repeated.")
+    ] = None,
+    examples: Annotated[int, typer.Option(min=0, help="How many to show as the model sees them.")] = 3,
+) -> None:
+    """Inspect a recipe's data: tokens, duplicates, overlap.
+
+    Rows, tokens, duplicates, overlap with evaluations, and examples with the trained tokens in ⟦brackets⟧.
+    """
+    config = load_config(find_recipe(recipe), overrides or [])
     if isinstance(config, RLConfig):
-        _prompts(config, against, show)
+        _prompts(config, against or [], examples)
     else:
         assert isinstance(config, StageConfig)
-        _examples(config, against, show)
+        _examples(config, against or [], examples)
 
 
 def _prompts(config: RLConfig, against: Sequence[Path], show: int) -> None:

@@ -5,12 +5,34 @@ import platform
 import shutil
 import time
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from kitae import __version__
 from kitae.observe.machine import processor_name
 
 
-def report() -> None:
+def doctor(
+    model: Annotated[
+        str | None, typer.Argument(help="A model: a folder, hub id, run or smollm2-135m.", show_default=False)
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Findings on the model as JSON.")] = False,
+) -> None:
+    """Check this machine, or whether a model is fit to be trained.
+
+    Of a model the chat template and the tokenizer are tried out; the exit status is 1 where something is wrong.
+    """
+    if model is None:
+        report_machine()
+        return
+    from kitae.cli import checkup
+
+    if not checkup.report(model, as_json):
+        raise typer.Exit(1)
+
+
+def report_machine() -> None:
     import torch
     import transformers
 

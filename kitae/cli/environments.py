@@ -8,6 +8,7 @@ from kitae.section import Section
 
 
 def environments() -> None:
+    """List the environments, each with its params."""
     for name, world in WORLDS.items():
         print(f"{name:10} {_summary(world.__doc__)}")
         params: type[Section] | None = getattr(world, "params", None)

@@ -1,18 +1,73 @@
 """The command line: what commands there are, and how it ends.
 
-Typer alone is imported; each command imports what it needs, so --help answers at once.
+A command is a function of the module that is named like it, or like its group; the module is imported when its command
+is asked for, so `--help` answers at once.
 """
 
 import os
 import sys
-from collections.abc import Callable
-from typing import Annotated
+from importlib import import_module
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
-from kitae.cli.commands import ingredients, measurement, runs, serving, training
+COMMANDS: dict[str, tuple[str, str]] = {
+    "train": ("train.train", "Train a model by a recipe."),
+    "resume": ("train.resume", "Go on with a run that was stopped, or beyond its end."),
+    "scale": ("runs.scale", "Change the number of engines of a run on a cluster."),
+    "sample": ("sample.sample", "Sample and verify answers, as data to train on."),
+    "chain": ("chain.chain", "Run stages after each other, each from the last one's model."),
+    "runs": ("runs.runs", "List runs with their status, results and size."),
+    "compare": ("runs.compare", "Compare settings and results of runs."),
+    "clean": ("runs.clean", "Free disk that runs take."),
+    "eval": ("eval.evaluate", "Measure models on held-out prompts and suites; compare them."),
+    "suites": ("eval.suites", "List the suites that models can be evaluated on."),
+    "show": ("show.show", "Show sampled answers with their rewards."),
+    "diagnose": ("diagnose.diagnose", "Say what is wrong with a run, and what to change."),
+    "replay": ("replay.replay", "Compute a past step again and compare."),
+    "plot": ("report.plot", "Draw the curves of a run as a PNG."),
+    "simulate": ("simulation.simulate", "Predict throughput and staleness of schedules on many devices."),
+    "recipes": ("recipes.recipes", "List the recipes that come with Kitae."),
+    "algorithms": ("algorithms.algorithms", "List the algorithms, or explain one."),
+    "validate": ("verify.validate", "Check that reference answers score 1 under the verifier."),
+    "data": ("data.data", "Inspect a recipe's data: tokens, duplicates, overlap."),
+    "verifiers": ("verify.verifiers", "List the verifiers, each with an example."),
+    "verify": ("verify.verify", "Score a file of responses."),
+    "environments": ("environments.environments", "List the environments, each with its params."),
+    "ui": ("ui.ui", "Look at runs in a browser: curves, rollouts, timelines."),
+    "serve": ("serve.serve", "Serve a model or a reward model over an OpenAI-compatible API."),
+    "report": ("report.report", "Write a run into one HTML file, to send to somebody."),
+    "doctor": ("doctor.doctor", "Check this machine, or whether a model is fit to be trained."),
+}
+"""In the order in which --help lists them: the function in `kitae.cli`, and what it does."""
+
+
+class Commands(TyperGroup):
+    """The commands of `COMMANDS`, each imported when it is asked for."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.commands = dict.fromkeys(COMMANDS)  # type: ignore[arg-type]  # names alone, for those who mistype one
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name not in COMMANDS:
+            return None
+        module, function = COMMANDS[cmd_name][0].split(".")
+        alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+        alone.command(cmd_name)(getattr(import_module(f"kitae.cli.{module}"), function))
+        return typer.main.get_command(alone)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, summary) for name, (_, summary) in COMMANDS.items()])
+
 
 app = typer.Typer(
+    cls=Commands,
     name="kitae",
     help="Train language models by reinforcement learning with verifiable rewards.",
     no_args_is_help=True,
@@ -20,39 +75,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-
-COMMANDS: dict[str, Callable[..., None]] = {
-    "train": training.train,
-    "resume": training.resume,
-    "scale": training.scale,
-    "sample": training.sample,
-    "chain": training.chain,
-    "runs": runs.runs,
-    "compare": runs.compare,
-    "clean": runs.clean,
-    "eval": measurement.evaluate,
-    "suites": measurement.suites,
-    "show": runs.show,
-    "diagnose": runs.diagnose,
-    "replay": runs.replay,
-    "plot": runs.plot,
-    "simulate": measurement.simulate,
-    "recipes": ingredients.recipes,
-    "algorithms": ingredients.algorithms,
-    "validate": ingredients.validate,
-    "data": ingredients.data,
-    "verifiers": ingredients.verifiers,
-    "verify": ingredients.verify,
-    "environments": ingredients.environments,
-    "ui": runs.ui,
-    "serve": serving.serve,
-    "report": runs.report,
-    "doctor": measurement.doctor,
-}
-"""In the order in which --help lists them."""
-
-for _name, _command in COMMANDS.items():
-    app.command(_name)(_command)
 
 
 def _version(wanted: bool) -> None:

@@ -5,8 +5,11 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Annotated, Any
 
+import typer
+
+from kitae.cli.arguments import Run, Runs
 from kitae.cli.text import as_size, as_time, table
 from kitae.config.root import RLConfig, StageConfig
 from kitae.errors import ConfigError, KitaeError, StoreError
@@ -17,7 +20,10 @@ _AFTER = "held out after"
 _LAST = 5  # steps whose mean is the reward at the end
 
 
-def runs(folder: Path) -> None:
+def runs(
+    folder: Annotated[Path, typer.Argument(help="The folder that holds them.", metavar="[DIR]")] = Path("runs"),
+) -> None:
+    """List runs with their status, results and size."""
     found = find_runs(folder)
     if not found:
         print(f"no runs in {folder}; start one with: kitae train quickstart")
@@ -25,22 +31,24 @@ def runs(folder: Path) -> None:
     print(table([["run", "status", "step", "reward", "held out", "age", "size"], *map(_row, found)], left=2))
 
 
-def scale(folder: Path, engines: int) -> None:
-    run = look(folder)
-    config = run.config
+def scale(run: Run, engines: Annotated[int, typer.Argument(help="How many it shall have.")]) -> None:
+    """Change the number of engines of a run on a cluster."""
+    view = look(run)
+    config = view.config
     if not isinstance(config, RLConfig) or not config.cluster.spread:
         raise ConfigError(
             "kitae scale needs a run with cluster.backend = 'local' or 'ray', whose engines are processes; "
-            f"{folder.name} has one process"
+            f"{run.name} has one process"
         )
-    if run.is_finished:
-        raise StoreError(f"kitae scale needs a run that goes on, {folder.name} is finished")
-    ask_for(folder, engines)
-    when = "now" if run.status == "running" else f"when it goes on: kitae resume {folder}"
-    print(f"{folder.name} shall have {engines} engines, {when}")
+    if view.is_finished:
+        raise StoreError(f"kitae scale needs a run that goes on, {run.name} is finished")
+    ask_for(run, engines)
+    when = "now" if view.status == "running" else f"when it goes on: kitae resume {run}"
+    print(f"{run.name} shall have {engines} engines, {when}")
 
 
-def compare(folders: Sequence[Path]) -> None:
+def compare(folders: Runs) -> None:
+    """Compare settings and results of runs."""
     if len(folders) < 2:
         raise StoreError(f"kitae compare takes two runs or more, got {len(folders)}")
     found = [look(folder) for folder in folders]
@@ -91,7 +99,21 @@ def _suites(found: Sequence[RunView]) -> list[list[str]]:
     ]
 
 
-def clean(folders: Sequence[Path], weights_only: bool, yes: bool, tokens: bool = False) -> None:
+def clean(
+    folders: Runs,
+    weights_only: Annotated[
+        bool,
+        typer.Option(
+            "--weights-only", help="Remove all checkpoints: the trained model stays, but the run cannot be resumed."
+        ),
+    ] = False,
+    tokens: Annotated[bool, typer.Option("--tokens", help="Also remove the records of single tokens.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Remove; without it, only say what would go.")] = False,
+) -> None:
+    """Free disk that runs take.
+
+    Removes all checkpoints but the last, and what writes that were cut off have left behind.
+    """
     found = [look(folder) for folder in folders]
     plans = [(run, _superfluous(run, weights_only, tokens)) for run in found]  # all are looked at before one is touched
     freed = 0

@@ -4,8 +4,11 @@ import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
+
+from kitae.cli.arguments import Run
 from kitae.cli.pager import pager, show_all
 from kitae.errors import KitaeError, StoreError
 from kitae.store.journal import Journal
@@ -34,7 +37,55 @@ class Asked:
     limit: int | None = None
 
 
-def show(run: Path, asked: Asked, as_json: bool) -> None:
+def show(
+    run: Run,
+    step: Annotated[
+        int | None, typer.Option(help="Only this step; default: the last, unless another option chooses.")
+    ] = None,
+    best: Annotated[bool, typer.Option("--best", help="Highest rewards first, over all steps.")] = False,
+    worst: Annotated[bool, typer.Option("--worst", help="Lowest rewards first, over all steps.")] = False,
+    order: Annotated[str | None, typer.Option(help="newest, oldest, best, worst, longest or shortest first.")] = None,
+    errors: Annotated[bool, typer.Option("--errors", help="Answers that could not be judged.")] = False,
+    min_reward: Annotated[float | None, typer.Option(help="Least reward.")] = None,
+    max_reward: Annotated[float | None, typer.Option(help="Highest reward.")] = None,
+    min_tokens: Annotated[int | None, typer.Option(min=0, help="Least length, in tokens after the prompt.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=0, help="Greatest length.")] = None,
+    finish: Annotated[str, typer.Option(help="How the answer ended: stop, length (cut off) or abort.")] = "",
+    text: Annotated[str, typer.Option(help="Words in prompt, answer or verdict; capitals do not matter.")] = "",
+    prompt: Annotated[str, typer.Option(help="The id of a prompt: all its samples, of all steps.")] = "",
+    one_per_prompt: Annotated[
+        bool, typer.Option("--one-per-prompt", help="Only the first of each prompt's samples in this order.")
+    ] = False,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="How many samples; default: all in a pager or as JSON, else 8.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line, and nothing else.")] = False,
+    timeline: Annotated[bool, typer.Option("--timeline", help="Who worked when, as a PNG, and for how long.")] = False,
+) -> None:
+    """Show sampled answers with their rewards.
+
+    Of the last step, unless an option says otherwise; or the timeline of the run. On a terminal they go through $PAGER,
+    or less.
+    """
+    if timeline:
+        _draw_timeline(run)
+        return
+    wanted = RolloutFilter(
+        step=step,
+        reward_min=min_reward,
+        reward_max=max_reward,
+        length_min=min_tokens,
+        length_max=max_tokens,
+        finish=finish,
+        verdict="error" if errors else "",
+        prompt=prompt,
+        text=text,
+        order=order or ("best" if best else "worst" if worst else "newest"),
+    )
+    show_samples(run, Asked(wanted, one_per_prompt, limit), as_json)
+
+
+def show_samples(run: Path, asked: Asked, as_json: bool) -> None:
     journal = _journal(run)
     try:
         wanted = _resolved(run, journal, asked.filter)
@@ -49,6 +100,15 @@ def show(run: Path, asked: Asked, as_json: bool) -> None:
             show_all(_pieces(run, replace(asked, filter=wanted, limit=limit), found, advantages), command)
     finally:
         journal.close()
+
+
+def _draw_timeline(run: Path) -> None:
+    from kitae.observe.timeline import busy_shares, draw, read
+
+    picture = draw(run)
+    for part, share in busy_shares(read(run)).items():
+        print(f"{part:10} at work {share:6.1%} of the time")
+    print(picture)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,11 @@ import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
+import typer
+
+from kitae.cli.arguments import Overrides, Recipe
 from kitae.config.locate import find_recipe
 from kitae.config.recipe import load_config
 from kitae.config.root import reinforcement
@@ -22,24 +25,47 @@ _TAIL = 8  # the cap of lengths over their median, unless they are given
 
 
 def simulate(
-    recipe: str,
-    overrides: list[str],
-    *,
-    devices: str,
-    staleness: str,
-    lengths: str | None,
-    times: str,
-    prompt: int,
-    signal: float,
-    sequences: int | None,
-    steps: int,
-    trainers: float | None,
-    generation_share: float | None,
-    parameters: float | None,
-    as_json: bool,
-    timeline: Path | None,
+    recipe: Recipe,
+    overrides: Overrides = None,
+    devices: Annotated[str, typer.Option("--devices", "--engines", help="Numbers of devices: 8,16,32,64.")] = "8",
+    staleness: Annotated[str, typer.Option(help="Values of pipeline.max_staleness: 0,1,2,4.")] = "0,1,2,4",
+    lengths: Annotated[
+        str | None,
+        typer.Option(
+            help="Of responses: lognormal:median=512,max=8x[,sigma=1] or constant:512; default: log-normal, median an "
+            "eighth of sampling.max_tokens."
+        ),
+    ] = None,
+    times: Annotated[
+        str,
+        typer.Option(help="What things take on a device: step=0.0016,sequence=6.4e-6,train=50000,… (docs/async.md)."),
+    ] = "",
+    prompt: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = 128,
+    signal: Annotated[float, typer.Option(min=0.01, max=1, help="Share of groups whose rewards differ.")] = 1.0,
+    sequences: Annotated[
+        int | None, typer.Option(min=1, help="Responses of a step for each device; default: the recipe's batch.")
+    ] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Steps that count; some before and after them do not.")] = 20,
+    trainers: Annotated[
+        float | None,
+        typer.Option(help="Devices that train where staleness > 0: 4, or a share: 0.25; default: the best number."),
+    ] = None,
+    generation_share: Annotated[
+        float | None,
+        typer.Option(min=0.01, max=0.99, help="Set the rate of training so that a synchronous step generates so long."),
+    ] = None,
+    parameters: Annotated[
+        float | None,
+        typer.Option(help="Of the model: 32e9; times that are not given follow from it."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="The table as JSON.")] = False,
+    timeline: Annotated[Path | None, typer.Option(help="Draw who worked when in the last schedule, as a PNG.")] = None,
 ) -> None:
-    config = reinforcement(load_config(find_recipe(recipe), overrides), "kitae simulate")
+    """Predict throughput and staleness of schedules on many devices.
+
+    Throughput, idle time and staleness on many devices, in seconds and without a model.
+    """
+    config = reinforcement(load_config(find_recipe(recipe), overrides or []), "kitae simulate")
     numbers, bounds = whole_numbers("--devices", devices, least=1), whole_numbers("--staleness", staleness, least=0)
     if trainers is not None and (trainers <= 0 or (trainers > 1 and trainers % 1)):
         raise ConfigError(f"--trainers must be a whole number of at least 1 or a share below 1, got {trainers:g}")

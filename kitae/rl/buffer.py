@@ -27,7 +27,10 @@ from kitae.types import Group
 
 @dataclass(frozen=True, slots=True)
 class SlotResult:
-    """What became of one slot: a group to train on, or nothing (every group tried was dropped)."""
+    """What became of a slot: a group to train on, or None where every group that was tried was dropped.
+
+    dropped: those groups, each with the reason.
+    """
 
     group: Group | None
     dropped: tuple[tuple[Group, str], ...]
@@ -35,7 +38,8 @@ class SlotResult:
 
 @dataclass(eq=False, slots=True)
 class Slot:
-    """One place in the buffer, from issue to training. `number` counts slots over the whole run."""
+    """One place in the buffer, from issue to training. `number` counts slots over the whole run; `version` is that of
+    the oldest token that may be sampled for it."""
 
     number: int
     version: int
@@ -43,10 +47,14 @@ class Slot:
 
 
 class Buffer:
-    """`version` is the policy that the next batch trains from, which `train` moves on; `served` is the one that the
-    engine serves, at most one behind it, which `release` moves on.
+    """Slots, and the two versions that the bound is about.
 
-    on_overdue: is told of each slot that is given up because a batch would have to wait for it; None: batches wait.
+    version: the policy that the next batch trains from; deadlines are counted from it, and a checkpoint is of it.
+    served: the policy that the engine samples from; new slots are stamped with it. It is one behind `version` from an
+    update (`train`) until the engine has the new weights (`release`). An engine counts versions too, since every token
+    must say what it was sampled with.
+
+    on_overdue: is called with each slot that is given up because a batch would have to wait for it; None: batches wait.
     """
 
     def __init__(
@@ -69,8 +77,8 @@ class Buffer:
     async def reserve(self, number: int, version: int | None = None) -> Slot:
         """Wait for a free slot; unblocked by `release`. version: of the oldest token in a resumed slot, if it has any.
 
-        Such a token may be of a version that the run has lost and not trained again yet; then the slot is as new as it
-        can be.
+        Such a token may be of a version that the run lost and has not trained again yet. The slot is then stamped with
+        the version that is served.
         """
         while len(self.open) + sum(self._taken) >= self.slots:
             await self._change()
@@ -88,7 +96,7 @@ class Buffer:
         """Wait for a batch; unblocked by `put`. Its slots are no longer open, and not free before `release`."""
         while (batch := self.pick()) is None:
             await self._change()
-        overdue = self._late(batch)
+        overdue = self._overdue(batch)
         gone = {*batch, *overdue}
         self.open = [slot for slot in self.open if slot not in gone]
         self._ready -= len(batch)
@@ -101,10 +109,10 @@ class Buffer:
 
     def pick(self) -> list[Slot] | None:
         """The slots of the next batch; None: it has to wait."""
-        if self._ready < self.size:  # asked after every `put`: most answers must not look at all slots
+        if self._ready < self.size:  # called after every `put`, so it must not look at all slots each time
             return None
         batch = [slot for slot in self.open if slot.result is not None][: self.size]
-        if len(batch) < self.size or (self.on_overdue is None and self._late(batch)):
+        if len(batch) < self.size or (self.on_overdue is None and self._overdue(batch)):
             return None
         return batch
 
@@ -112,7 +120,7 @@ class Buffer:
     def awaited(self) -> list[Slot]:
         """The slots that keep the next batch waiting: for the watchdog's message."""
         ready = [slot for slot in self.open if slot.result is not None][: self.size]
-        return self._late(ready) or [slot for slot in self.open if slot.result is None]
+        return self._overdue(ready) or [slot for slot in self.open if slot.result is None]
 
     def train(self, version: int) -> None:
         """The batch that was taken has become `version`."""
@@ -125,7 +133,7 @@ class Buffer:
             self._taken.popleft()
         self._wake()
 
-    def _late(self, batch: list[Slot]) -> list[Slot]:
+    def _overdue(self, batch: list[Slot]) -> list[Slot]:
         """Slots that would have to be in no later batch than this one, or others could miss their deadlines.
 
         None of them is ready: a ready one would be in the batch, which is made of the oldest.

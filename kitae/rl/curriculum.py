@@ -9,7 +9,7 @@ from kitae.types import Group, Prompt
 
 
 class Curriculum:
-    """pass_rates: by prompt id, the group in which it was asked the last time, and its mean score there."""
+    """pass_rates: by prompt id, the group that asked it the last time, and the mean score of that group."""
 
     def __init__(self, config: PipelineConfig, seed: int, pass_rates: Mapping[str, tuple[int, float]]) -> None:
         self.config = config
@@ -24,8 +24,8 @@ class Curriculum:
         coin = random.Random(f"{self._seed}/{group_id}").random()
         return "mastered" if rate >= self.config.mastered and coin >= self.config.mastered_visits else ""
 
-    def hear(self, group: Group) -> None:
-        """How a visit went."""
+    def record(self, group: Group) -> None:
+        """Remember the mean score of a visit, if it is the newest one to its prompt."""
         if not self.active(self.config) or not group.valid:
             return
         last, _ = self._rates.get(group.prompt.id, (-1, 0.0))

@@ -39,7 +39,8 @@ class RunEvaluations:
     _failed: dict[tuple[int, str | None], dict[str, Any]] = field(default_factory=dict)  # of this process
 
     async def at(self, step: int) -> dict[str, Any]:
-        """The row of the run's own task; those of other suites are in the metrics then too."""
+        """Evaluate the weights of this step. Returns the row of the run's own task; the metrics have it and those of
+        the other suites."""
         own = await self._once(step, None, self.pool, self.world, own_suite(self.config), self.held_out)
         for suite, prompts in self.suites:
             if self.found(step, suite.name) is None:
@@ -49,7 +50,7 @@ class RunEvaluations:
         return own
 
     def found(self, step: int, name: str | None = None) -> dict[str, Any] | None:
-        """What is known already; name: of a suite, None is the run's own task."""
+        """The row of an evaluation that was made. name: of a suite; None: the run's own task."""
         for row in self.metrics.rows("eval"):
             if (row["step"], row.get("suite")) == (step, name) and row["avg"] is not None:
                 return row

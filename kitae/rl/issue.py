@@ -1,10 +1,10 @@
 """Prompts into slots, and what becomes of each: sample, score, journal, filter, perhaps refill.
 
-    feed      takes a free slot, issues the next prompt of the stream              waits for: a slot
-    rollouts  one task per slot, until there is a slot_result to put into the buffer   waits for: engine, verifier, disk
+    feed      takes a free slot, issues the next prompt of the stream                 waits for: a slot
+    rollouts  one task per slot, until there is a result to put into the buffer       waits for: engine, verifier, disk
 
-Beside them, one task copies unfinished responses into the journal now and then. A cancelled slot leaves no trace but
-journalled rollouts, which a resumed run takes up again; a suspended one also journals what was sampled in part.
+A third task copies unfinished responses into the journal from time to time. A cancelled slot leaves nothing behind but
+journalled rollouts, which a resumed run takes up again; a suspended one also journals its partial rollouts.
 """
 
 import asyncio
@@ -23,20 +23,23 @@ from kitae.rl.watchdog import Watch
 from kitae.store.journal import Journal, PendingSlot
 from kitae.types import Group
 
-_PARK_LIMIT = 10.0  # seconds
+_SUSPEND_LIMIT = 10.0  # seconds
 _WORTH_A_COPY = 32  # tokens that a response must have grown by
 
 
 @dataclass(frozen=True, slots=True)
 class GivenUp:
-    """Slots that a batch did not wait for, and groups that it had no need of."""
+    """How many slots a batch did not wait for, and how many groups were asked for it and not needed."""
 
     overdue: int = 0
     spare: int = 0
 
 
 class Issuing:
-    """drop_reason: why a group is not trained on, or None if it is. wants_greedy: whether groups need that response."""
+    """Issues prompts and fills slots. cursor: the next prompt of the stream; issued: slots so far.
+
+    drop_reason: why a group is not trained on, or None if it is. wants_greedy: whether groups need a greedy response.
+    """
 
     def __init__(
         self,
@@ -81,7 +84,8 @@ class Issuing:
         return self._buffer.version + 1
 
     async def feed(self, tasks: asyncio.TaskGroup) -> None:
-        """First the slots that an interrupted run had issued and not trained, then new ones, as many as are wanted."""
+        """Fill first the slots that an interrupted run had issued and not trained, then new ones, as many as are
+        wanted."""
         needed = (self.config.training.steps - self._buffer.version) * self._buffer.size
         resumed = await self._resumed(needed)
         for _ in range(needed - len(resumed)):
@@ -100,31 +104,31 @@ class Issuing:
             self._start(tasks, slot, [], 0)
 
     async def snapshots(self) -> None:
-        """Copy what grows into the journal: a killed run loses no more of a response than it sampled since."""
+        """Copy unfinished responses into the journal: a killed run loses only what it sampled since the last copy."""
         while True:
             await asyncio.sleep(self.config.pipeline.snapshot_seconds)
             if grown := self._episodes.grown(_WORTH_A_COPY):
                 await self._journal.extend_suspended(*grown)
 
     def taken(self, rollouts: int) -> GivenUp:
-        """A batch with so many rollouts was taken; what was given up for it."""
+        """A batch with so many rollouts was taken. Returns what was given up for it, and counts anew."""
         self._finished -= rollouts
         self._refills_left = self._refill_limit
         given_up, self.overdue, self.spare = GivenUp(self.overdue, self.spare), 0, 0
         return given_up
 
     def give_up(self, slot: Slot) -> None:
-        """A batch goes without this slot; another takes its place, once the journal knows."""
+        """Cancel a slot that a batch did not wait for. Another is issued in its place when the journal has this."""
         self._given_up.add(slot)
         self.overdue += 1
         self._fills[slot].cancel()
 
     async def suspend(self) -> None:
-        """Journal what is being sampled. What is complete is there already; verdicts that are still out after a while
-        are asked for again on resume."""
+        """Journal partial rollouts; complete ones are there already. Verdicts that have not arrived after a while are
+        asked for again when the run is resumed."""
         await self._episodes.suspend()
         if self._fills:
-            await asyncio.wait(self._fills.values(), timeout=_PARK_LIMIT)
+            await asyncio.wait(self._fills.values(), timeout=_SUSPEND_LIMIT)
 
     def cancel(self) -> None:
         for task in self._fills.values():
@@ -132,7 +136,7 @@ class Issuing:
 
     async def _resumed(self, needed: int) -> list[PendingSlot]:
         """The slots to take up again, at most as many as are needed. One that cannot be trained in time is skipped: a
-        batch had given it up, and the journal did not hear of it any more."""
+        batch had given it up, and the run was killed before that was in the journal."""
         kept: list[PendingSlot] = []
         found, version = self._journal.pending(), self._buffer.version
         for slot in sorted(found, key=lambda s: version if s.oldest is None else s.oldest):
@@ -144,8 +148,8 @@ class Issuing:
         return sorted(kept, key=lambda s: s.number)
 
     async def _issue(self, slot: Slot) -> int:
-        """A new group for the slot, in the journal before it counts. A slot that is given up meanwhile gets it all the
-        same: halfway, the journal might have a group that nobody knows of."""
+        """Issue a new group for the slot; it is in the journal before it counts. A slot that is given up while its
+        group is being written gets the group all the same: else the journal might have one that belongs to no slot."""
         issuing = asyncio.ensure_future(self._issue_next(slot))
         try:
             return await asyncio.shield(issuing)
@@ -177,16 +181,17 @@ class Issuing:
         return int((slot.number + 1) * share) - int(slot.number * share)
 
     async def _fill(self, tasks: asyncio.TaskGroup, slot: Slot, group_ids: list[int], had: int) -> None:
-        """Groups of prompts until one is worth training on.
+        """Ask groups of prompts until one can be trained on.
 
-        group_ids: those that it had before an interruption, and that have no fate; had: how many there were in all.
+        group_ids: groups that the slot had before an interruption and that have no fate yet; had: how many groups it
+        had in all, dropped ones included.
 
-        They are judged in the order in which they were issued, however early a later one is ready: short answers have
-        no advantage. Those behind the first that is worth it are spare; so it is where an interrupted run had replaced
-        a group that is worth it now (its verifier works again, say).
+        Groups are judged in the order in which they were issued, even if a later one is ready first: short answers have
+        no advantage. Groups after the first that can be trained on are spare. That also holds where an interrupted run
+        had replaced a group that can be trained on now, because its verifier works again, say.
         """
         width = self._width(slot)
-        new, paid = max(0, width - had), max(0, had - width)  # prompts that may be issued; that have replaced another
+        new, paid = max(0, width - had), max(0, had - width)  # prompts to issue; replacements that were counted before
         dropped: list[tuple[Group, str]] = []
         asked: dict[int, asyncio.Task[Group | None]] = {}
         try:
@@ -205,10 +210,10 @@ class Issuing:
                     await asyncio.wait(asked.values())
                     return
                 del asked[first]
-                self._curriculum.hear(group)
+                self._curriculum.record(group)
                 reason = self._drop_reason(group)
                 if reason is None:
-                    await self._leave(asked, group_ids)
+                    await self._skip_spare(asked, group_ids)
                     self._buffer.put(slot, SlotResult(group, tuple(dropped)))
                     return
                 dropped.append((group, reason))
@@ -225,8 +230,8 @@ class Issuing:
             self._given_up.remove(slot)
             self._wanted.release()
 
-    async def _leave(self, asked: dict[int, asyncio.Task[Group | None]], unasked: list[int]) -> None:
-        """Groups of a slot that has what it needs."""
+    async def _skip_spare(self, asked: dict[int, asyncio.Task[Group | None]], unasked: list[int]) -> None:
+        """Cancel the other groups of a slot that has one to train on."""
         if spare := [*asked, *unasked]:
             ended = await _ended(asked.values())
             self._finished -= sum(len(group.rollouts) for group in ended)
@@ -234,7 +239,7 @@ class Issuing:
             await self._journal.skip(self._next_step, spare, "spare")
 
     async def _ask(self, group_id: int) -> Group | None:
-        """None: the run is stopping, and the journal has all of it. An error ends the run, whoever waits for whom."""
+        """None: the run is stopping, and what was sampled is in the journal. Any other error ends the run."""
         try:
             return await self._run_group(group_id)
         except Suspended:
@@ -258,7 +263,7 @@ class Issuing:
 
 
 async def _ended(tasks: Collection[asyncio.Task[Group | None]]) -> list[Group]:
-    """Call them off; the groups of those that were complete."""
+    """Cancel tasks and wait for their end; returns the groups of those that were complete."""
     for task in tasks:
         task.cancel()
     found = await asyncio.gather(*tasks, return_exceptions=True)

@@ -5,13 +5,15 @@
     settle          hands the new version to the engine, frees its slots,      waits for: the engine, the disk
                     reports, saves, evaluates; one task for each step
 
-Before the first update of a batch the train loop waits until the step before has settled, and lets an engine that uses
-the trainer's own weights stand still until it is told the new version: no token is sampled from weights that have no
-version. With `max_staleness = 0` it waits for settling at once; with more, the next batch is annotated and its gradient
-computed meanwhile. An evaluation is of one version: while it runs, the engine gets no other.
+Before the first update of a batch, the train loop waits until the step before has settled. An engine that samples from
+the trainer's own weights is paused from then until it is given the new version, so no token is sampled from weights
+that have no version. With `max_staleness = 0` the train loop waits for settling right after its step; with more, the
+next batch is annotated and its gradient computed while the step before settles. An evaluation is of one version: while
+it runs, the engine gets no other.
 
-A cancelled loop leaves no trace but journalled rollouts, which a resumed run takes up again. A watchdog knows what each
-loop waits for (`watch`).
+A run that goes on after a crash first trains the journalled steps again that are newer than its checkpoint
+(`_train_journalled_steps`), and then starts its loops. A cancelled loop leaves nothing behind but journalled rollouts,
+which a resumed run takes up again. A watchdog knows what each loop waits for (`watch`).
 """
 
 import asyncio
@@ -48,8 +50,9 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class _Work:
-    """A batch to train on. new: not one that is trained again after a crash; logged: the metrics have it already."""
+class _StepWork:
+    """The batch of a step. new: False where the step is trained again after a crash. logged: whether the metrics have
+    the step already."""
 
     step: int
     slot_results: Sequence[SlotResult]
@@ -64,11 +67,11 @@ class _Work:
 
     @property
     def trained(self) -> list[int]:
-        return [h.group.id for h in self.slot_results if h.group]
+        return [result.group.id for result in self.slot_results if result.group]
 
     @property
     def dropped(self) -> list[tuple[int, str]]:
-        return [(g.id, reason) for h in self.slot_results for g, reason in h.dropped]
+        return [(group.id, reason) for result in self.slot_results for group, reason in result.dropped]
 
 
 class Evaluations(Protocol):
@@ -116,10 +119,10 @@ class Pipeline:
         self.learner = learner
         self.weights = weights
         self.observer = observer
-        self.frontier = frontier
+        self._updates = frontier.updates  # at the end of the last step, like the state
         self._state = learner.state()
         self.evaluations = evaluations
-        self.spot_check = SpotCheck.of(config, learner, engine, weights.tolerance, self._refused)
+        self.spot_check = SpotCheck.of(config, learner, engine, weights.tolerance, self._record_refusal)
         self.timeline = Timeline(store.folder)
         self.tokens = TokenFiles(store.folder, config.observe.tokens_mb, observer.note)
         self.tokens.forget_after(max(frontier.step, store.journal.last_step()))
@@ -144,11 +147,11 @@ class Pipeline:
         )
         if p.overdue == "drop":
             self.buffer.on_overdue = self.issuing.give_up
-        # Where the trainer needs the memory of the cache, engine and trainer take turns.
-        self._beside = p.max_staleness > 0 and config.engine.keep_cache
+        # Whether training overlaps with sampling. Where the trainer needs the memory of the cache, they take turns.
+        self._overlaps = p.max_staleness > 0 and config.engine.keep_cache
         self._settling: asyncio.Task[None] | None = None
         self._evaluating: asyncio.Task[None] | None = None
-        self._after: dict[str, float] = {}  # seconds that followed the last report, and that training waited for
+        self._after: dict[str, float] = {}  # seconds after the last report that training waited for, by part
         self._stop = asyncio.Event()
 
     async def run(self) -> dict[str, Any] | None:
@@ -167,7 +170,7 @@ class Pipeline:
             async with asyncio.TaskGroup() as tasks:
                 endless = [tasks.create_task(self.watch.guard(), name="watch")]
                 laps = reporting.Laps(self.engine)
-                await self._catch_up(tasks, laps)
+                await self._train_journalled_steps(tasks, laps)
                 endless.append(tasks.create_task(self.issuing.feed(tasks), name="feed"))
                 endless.append(tasks.create_task(self.issuing.snapshots(), name="snapshots"))
                 await tasks.create_task(self._train_loop(tasks, laps), name="train")
@@ -176,6 +179,11 @@ class Pipeline:
                 self.issuing.cancel()  # of a run that was made shorter, some slots are left
         except BaseExceptionGroup as group:
             raise root_cause(group) from None
+
+    @property
+    def frontier(self) -> Frontier:
+        """Where the run stands: what a checkpoint that is saved now would hold."""
+        return Frontier(self.buffer.version, self._updates)
 
     def stop(self) -> None:
         """Stop at the next safe point; `run` then raises `Stopped`."""
@@ -198,11 +206,9 @@ class Pipeline:
 
     # Train.
 
-    async def _catch_up(self, tasks: asyncio.TaskGroup, laps: reporting.Laps) -> None:
-        """Train the steps again that the journal has and the checkpoint has not: same groups, same weights.
-
-        So what was sampled by those weights is as old as it says, and verdicts are not asked for again.
-        """
+    async def _train_journalled_steps(self, tasks: asyncio.TaskGroup, laps: reporting.Laps) -> None:
+        """Train the steps again that the journal has and the checkpoint has not, on the same groups, to the same
+        weights. Nothing is sampled or verified for them, and what was sampled by those weights keeps its version."""
         last = self.store.journal.last_step()
         if last > self.frontier.step:
             self.observer.note(
@@ -214,7 +220,7 @@ class Pipeline:
                 raise Stopped
             groups, dropped = self.store.journal.batch(step)
             slot_results = [SlotResult(g, ()) for g in groups] + [SlotResult(None, (each,)) for each in dropped]
-            await self._train(tasks, laps, _Work(step, slot_results, new=False, logged=step in logged))
+            await self._train_step(tasks, laps, _StepWork(step, slot_results, new=False, logged=step in logged))
             await self._settled()
 
     async def _train_loop(self, tasks: asyncio.TaskGroup, laps: reporting.Laps) -> None:
@@ -222,15 +228,15 @@ class Pipeline:
             began = now()
             with self.watch.waits("train", "a batch", self._what_is_missing):
                 slots = await self.or_stop(self.buffer.take())
-            work = _Work(step, [slot.result for slot in slots if slot.result], waited=now() - began)
+            work = _StepWork(step, [slot.result for slot in slots if slot.result], waited=now() - began)
             work = replace(work, given_up=self.issuing.taken(work.sampled.rollouts))
             reporting.check_errors(step, work.sampled, self.config.verifier.max_error_share)
-            await self._train(tasks, laps, work)
+            await self._train_step(tasks, laps, work)
         await self._settled()
         await self._evaluated()
 
-    async def _train(self, tasks: asyncio.TaskGroup, laps: reporting.Laps, work: "_Work") -> None:
-        """One step, from a batch to a version that is being settled."""
+    async def _train_step(self, tasks: asyncio.TaskGroup, laps: reporting.Laps, work: "_StepWork") -> None:
+        """One step, from a batch to a new version whose settling has begun."""
         step = work.step
         ages = reporting.staleness(work.slot_results, self.buffer.version, self.buffer.bound)
         learnt = await self._learn(work)
@@ -240,9 +246,10 @@ class Pipeline:
                 self.observer.note(f"step {step}: a gradient was not finite; those weights were left as they were")
             with self.watch.waits("train", "the journal"):
                 await self.store.journal.add_fates(step, work.trained, work.dropped)
-        self._advance(Frontier(step, self.learner.updates))
+        self._updates, self._state = self.learner.updates, self.learner.state()
+        self.buffer.train(step)
         parts, self._after = {**self._after, "wait": work.waited, **learnt.seconds}, {}
-        lap = laps.lap(parts) if self._beside else None
+        lap = laps.lap(parts) if self._overlaps else None
 
         def describe(sync: Mapping[str, float]) -> StepReport:
             """Called when the version is served; the lap ends then, unless training has gone on meanwhile."""
@@ -250,45 +257,41 @@ class Pipeline:
             return reporting.step_report(step, work.sampled, ages, learnt, timed, work.given_up, sync)
 
         self._settling = tasks.create_task(self._settle(tasks, step, describe, work.logged), name="settle")
-        if not self._beside:
+        if not self._overlaps:
             with self.watch.waits("train", f"the sync of version {step}"):
                 await self._settled()  # the next batch is taken by the version that the engine serves
                 await self._evaluated()
 
-    def _advance(self, frontier: Frontier) -> None:
-        self.frontier = frontier
-        self._state = self.learner.state()
-        self.buffer.train(frontier.step)
-
-    async def _learn(self, work: "_Work") -> Learnt:
-        """The updates of a step. By id, so that the order of arrival does not matter."""
+    async def _learn(self, work: "_StepWork") -> Learnt:
+        """The updates of a step. Its groups are sorted by id, so that their order of arrival does not matter."""
         step = work.step
-        groups = sorted((h.group for h in work.slot_results if h.group), key=lambda g: g.id)
-        rest = sorted((g for h in work.slot_results for g, _ in h.dropped), key=lambda g: g.id)
+        groups = sorted((result.group for result in work.slot_results if result.group), key=lambda g: g.id)
+        rest = sorted((group for result in work.slot_results for group, _ in result.dropped), key=lambda g: g.id)
         self.observer.status(f"step {step}: training on {len(groups)} groups")
-        if not self._beside and self.engine.capabilities.shares_weights:
+        if not self._overlaps and self.engine.capabilities.shares_weights:
             await self.engine.pause()  # its memory is free for all of the step, not only for the update
         with self.timeline.span("train", step), self.watch.waits("train", f"the trainer to learn step {step}"):
             checked: Mapping[str, float] = {}
             if self.spot_check is not None and work.new:
                 groups, checked = await self.spot_check.examine(step, self.buffer.version, groups)
-            learnt = await self.learner.learn(step, groups, rest, self._hold)
+            learnt = await self.learner.learn(step, groups, rest, self._before_update)
             return replace(learnt, numbers={**learnt.numbers, **checked})
 
-    async def _refused(self, sentence: str) -> None:
-        """An engine, over what it sampled."""
+    async def _record_refusal(self, sentence: str) -> None:
+        """Record that the spot check refused an engine, or a rollout."""
         self.observer.note(sentence)
         await self.store.journal.add_event("engine refused", sentence)
 
-    async def _hold(self) -> None:
-        """Before weights change: the step before has settled, and an engine that samples from them stands still."""
+    async def _before_update(self) -> None:
+        """Return when weights may change: the step before has settled, and an engine that samples from them is
+        paused."""
         await self._settled()
         if self.engine.capabilities.shares_weights:
             await self._evaluated()
             await self.engine.pause()
 
     def _what_is_missing(self) -> str:
-        """For the watchdog: which groups a batch waits for."""
+        """Which groups a batch waits for: for the watchdog."""
         awaited = sorted(slot.number for slot in self.buffer.awaited)
         shown = ", ".join(map(str, awaited[:8])) + (" …" if len(awaited) > 8 else "")
         ready = sum(slot.result is not None for slot in self.buffer.open)
@@ -302,9 +305,9 @@ class Pipeline:
             await asyncio.wait({task, stop}, return_when=asyncio.FIRST_COMPLETED)
             if stop.done():
                 task.cancel()
-                await asyncio.wait({task})  # verdicts that come in now must not make a batch, which may give up slots
+                await asyncio.wait({task})  # verdicts that arrive from here on must not make a batch: it may drop slots
                 await self._settled()
-                await self._leave_evaluation()
+                await self._cancel_evaluation()
                 await self.issuing.suspend()
                 raise Stopped
             return await task
@@ -321,7 +324,7 @@ class Pipeline:
         describe: Callable[[Mapping[str, float]], StepReport],
         logged: bool,
     ) -> None:
-        """What follows the updates of a step."""
+        """What follows the updates of a step, up to the evaluation, which gets a task of its own."""
         await self._evaluated()
         with self.timeline.span("sync", step), self.watch.waits("settle", f"the engine to serve version {step}"):
             sync = await self.weights.hand_over(step)
@@ -343,11 +346,11 @@ class Pipeline:
 
     @contextmanager
     def _following(self, part: str, step: int) -> Iterator[None]:
-        """Where training waits for it, it is a part of the next lap."""
+        """Time what follows a report. Where training waits for it, it is a part of the next lap."""
         began = now()
         with self.timeline.span(part, step):
             yield
-        if not self._beside:
+        if not self._overlaps:
             self._after[part] = now() - began
 
     async def _settled(self) -> None:
@@ -359,8 +362,8 @@ class Pipeline:
         if self._evaluating is not None:
             await asyncio.wait({self._evaluating})
 
-    async def _leave_evaluation(self) -> None:
-        """It is made again when the run goes on from here; suspended, its answers would be of no use."""
+    async def _cancel_evaluation(self) -> None:
+        """A resumed run makes it again: answers that are suspended halfway would be of no use to it."""
         if self._evaluating is not None:
             self._evaluating.cancel()
             await self._evaluated()

@@ -18,7 +18,9 @@ from kitae.types import Rollout, Runs
 
 
 def sampled(slot_results: Sequence[SlotResult]) -> BatchStats:
-    groups = [h.group for h in slot_results if h.group] + [g for h in slot_results for g, _ in h.dropped]
+    """What was sampled for a batch, dropped groups included."""
+    groups = [result.group for result in slot_results if result.group]
+    groups += [group for result in slot_results for group, _ in result.dropped]
     rollouts = [r for g in groups for r in g.rollouts]
     valid = [r for g in groups for r in g.valid]
     judged = [*rollouts, *(g.greedy for g in groups if g.greedy)]
@@ -32,8 +34,8 @@ def sampled(slot_results: Sequence[SlotResult]) -> BatchStats:
         length_max=max(lengths, default=0),
         truncated=float(np.mean([r.finish == "length" for r in rollouts])) if rollouts else 0.0,
         rollouts=len(rollouts),
-        groups=sum(h.group is not None for h in slot_results),
-        groups_dropped=sum(len(h.dropped) for h in slot_results),
+        groups=sum(result.group is not None for result in slot_results),
+        groups_dropped=sum(len(result.dropped) for result in slot_results),
         groups_with_signal=sum(has_variance(g.rewards_G) for g in groups),
         errors=len(failed),
         error_share=len(failed) / len(judged) if judged else 1.0,
@@ -44,7 +46,7 @@ def sampled(slot_results: Sequence[SlotResult]) -> BatchStats:
 
 
 def _talks(rollouts: Sequence[Rollout]) -> Talks | None:
-    """None where all that was said is one answer each."""
+    """Means over conversations; None where every rollout is one answer."""
     talked = [r for r in rollouts if r.transcript]
     if not talked:
         return None
@@ -64,9 +66,10 @@ def _talks(rollouts: Sequence[Rollout]) -> Talks | None:
 
 
 def staleness(slot_results: Sequence[SlotResult], version: int, bound: int) -> Staleness:
-    """The bound that the buffer guarantees is asserted on each token."""
+    """How many versions older than `version` the trained tokens are. The bound that the buffer guarantees is asserted
+    for every token."""
     ages = Counter[int]()
-    for r in (r for h in slot_results if h.group for r in h.group.valid):
+    for r in (r for result in slot_results if result.group for r in result.group.valid):
         for then, count in (run for s in r.segments if s.source == "model" for run in Runs.of(s.versions).runs):
             assert version - then <= bound, f"rollout {r.id}: version {then} at {version}"
             ages[max(0, version - then)] += count
@@ -91,7 +94,7 @@ class Laps:
         self._began, self._stats = now(), engine.stats()
 
     def lap(self, parts: Mapping[str, float]) -> tuple[Lap, Generation]:
-        """Since the last one."""
+        """What took how long since the last lap, and what the engine did in that time."""
         end, stats = now(), self._engine.stats()
         times, generation = Lap(end - self._began, parts), _generation(self._stats, stats)
         self._began, self._stats = end, stats

@@ -1,13 +1,12 @@
 """Could the weights that an engine claims have sampled these tokens? A random share of the rollouts is computed again.
 
-The trainer has the weights: the log-probs that it finds for the tokens of the version it is at must be those that the
-engine told, but for rounding. Tokens of older versions are compared as well, with a wide margin, because the weights
-have moved since.
+For tokens of its own version, the log-probs that the trainer computes must equal those that the engine returned, up to
+rounding. Tokens of older versions are compared as well, with a wide margin, because the weights have changed since.
 
-Found: tokens that another model made up, log-probs that nobody sampled with, weights that are older than they are said
-to be, as far as the difference shows above rounding (0.005 nats on average in fp32; 0.25 in bf16, or where the engine
-keeps weights or its cache in 8 bits) or, for older tokens, above the margin of 1 nat. Not found: weights that are a few
-small steps old, and an engine that has the right weights and their log-probs, but draws its tokens in another way.
+What it finds: tokens of another model, invented log-probs, and weights that are older than the engine claims, as far as
+the difference exceeds rounding (0.005 nats on average in fp32; 0.25 in bf16, or where the engine keeps weights or its
+cache in 8 bits) or, for older tokens, the margin of 1 nat. What it does not find: weights that are a few small steps
+old, and an engine that has the right weights and log-probs, but draws its tokens in another way.
 """
 
 import math
@@ -32,9 +31,9 @@ _STREAM = 0x5907  # of random numbers
 
 
 class SpotCheck:
-    """share: of the rollouts; at least one of each step. tolerance: nats, on average over a rollout, that rounding
-    explains. tell: hears a sentence for each engine that is refused, or rollout that nobody answers for. label: with
-    which the ids of requests for training begin."""
+    """share: of the rollouts that are checked, at least one of each step. tolerance: nats, on average over a rollout,
+    that rounding explains. tell: is called with a sentence for each engine that is refused, and for each rollout whose
+    engine is not known. label: what the ids of requests for training begin with."""
 
     def __init__(
         self,
@@ -65,7 +64,7 @@ class SpotCheck:
         probe_tolerance: float,
         tell: Callable[[str], Awaitable[None]],
     ) -> "SpotCheck | None":
-        """As the settings want it; None: not at all. Who runs servers for us is not always who trains."""
+        """By the settings; None: no check is wanted. Servers that others run (`engine.urls`) are checked by default."""
         share = config.engine.spot_check
         if share is None:
             share = _USUAL if config.engine.urls else 0.0
@@ -77,9 +76,9 @@ class SpotCheck:
     async def examine(self, step: int, version: int, groups: Sequence[Group]) -> tuple[list[Group], dict[str, float]]:
         """The groups of a step, before they are trained on, and metrics. version: the one that the trainer is at.
 
-        Rollouts that must not be trained on become errors; a group without any other is left out. An engine that told
-        what it cannot have sampled is refused, and so is all that it has answered before. `EngineError` where nobody
-        can say which engine it was, because there is one alone.
+        Rollouts that must not be trained on become errors; a group without any other is left out. An engine that
+        returned what it cannot have sampled is refused, together with all other rollouts of the step that it answered.
+        `EngineError` where the run has a single engine, which cannot be done without.
         """
         rollouts = [r for group in groups for r in group.valid]
         chosen = self._choose(step, rollouts)

@@ -1,4 +1,4 @@
-"""The watchdog: when nothing in a run has moved for too long, it says who waits for what, and ends the run.
+"""The watchdog: when nothing in a run has moved for too long, it reports who waits for what, and ends the run.
 
     watch = Watch(limit=1800, pulse=lambda: engine.stats().generated_tokens, file=folder / "stalled.txt")
     with watch.waits("train", "a batch"): ...

@@ -30,7 +30,7 @@ class WeightSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Served:
-    """What was handed over last, and what the trainer's probe said of it; nothing where engines do not score."""
+    """What was handed over last, and the trainer's log-probs of the probe; empty where engines cannot score."""
 
     version: int
     manifest: Manifest
@@ -50,19 +50,19 @@ class WeightSync:
         self._recompute = recompute
         self.tolerance = tolerance
         self._served: _Served | None = None
-        self._steady = asyncio.Lock()  # held while the version that is served changes, or somebody joins
+        self._steady = asyncio.Lock()  # held while the served version changes, or an engine joins
 
     async def hand_over(self, version: int) -> dict[str, float]:
-        """Let the engine serve the trainer's weights under this version, and go on. Returns metrics:
+        """Let the engine serve the trainer's weights as this version, and resume it. Returns metrics:
 
         sync_seconds: of all this. Of an engine with weights of its own also: sync_bytes (published for all engines
         together), sync_delta (1: what changed was enough), sync_unchanged (share of values, where they were compared),
         sync_resent (times it had to be published again), sync_repaired (buckets that engines had to load twice) and
         probe_gap (largest difference of log-probs).
 
-        Such an engine stands still meanwhile: no token is sampled before the probe has agreed. Damaged weights are sent
-        again in full, at most twice; an engine that serves others than the trainer's gets a second sync. `EngineError`
-        if that does not help.
+        Such an engine is paused meanwhile: no token is sampled before the probe has agreed. Damaged weights are sent
+        again in full, at most twice; an engine whose probe disagrees with the trainer's gets a second sync.
+        `EngineError` if that does not help.
         """
         async with self._steady:
             began, metrics = now(), {}
@@ -75,10 +75,11 @@ class WeightSync:
             return {**metrics, "sync_seconds": now() - began}
 
     async def admit(self, engine: Engine, join: Callable[[Engine], Awaitable[None]]) -> None:
-        """Let one more engine serve what was handed over last: it loads that, and its probe must agree with what the
-        trainer's said then; only then does it `join`. `EngineError` if it does not serve it; the caller closes it.
+        """Let one more engine serve the version that was handed over last. It loads that version, and its probe must
+        agree with the trainer's of then; only after that does it `join`. `EngineError` if it does not agree; the caller
+        closes it.
 
-        Nothing is handed over meanwhile. Before the first version is, whoever joins gets that with the others.
+        Nothing is handed over meanwhile. An engine that joins before the first version gets that with the others.
         """
         async with self._steady:
             if (served := self._served) is not None:
@@ -118,7 +119,8 @@ class WeightSync:
         }
 
     async def _deliver(self, version: int, *, recompute: bool, in_full: bool = False) -> tuple[Manifest | None, int]:
-        """Publish a version and have it loaded; what was published, and how often it had to be published again."""
+        """Publish a version and have the engine load it. Returns what was published, and how often it had to be
+        published again."""
         for resent in range(_MAX_RESENT + 1):
             manifest = await self._source.publish(version, in_full=in_full or resent > 0)
             try:
@@ -136,7 +138,7 @@ class WeightSync:
         return self._judge(version, ours, await self._engine.probe())
 
     def _judge(self, version: int, ours: tuple[float, ...], probes: tuple[Probe, ...]) -> tuple[float, str]:
-        """The largest difference of all engines, and what is wrong with one of them, if anything is."""
+        """The largest difference of all engines, and a sentence about one that disagrees, or an empty text."""
         largest, wrong = 0.0, ""
         for probe in probes:
             gap = probe.gap(ours)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from harness import RECIPE, finish, kitae, rows, run_toy, toy_config
 
-from kitae.cli import evaluation
+from kitae.cli.eval import evaluate as evaluate_command
 from kitae.cli.runs import compare
 from kitae.evaluation.held_out import answers_at, pair
 from kitae.observe.observer import Bystander, Silent
@@ -171,11 +171,11 @@ def test_ctrl_c_during_an_evaluation_says_how_to_go_on(judge: Path, tmp_path: Pa
 def test_two_models_are_compared_and_written_down(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = run_toy(tmp_path, *FEW, "training.steps=4").folder
     arguments = ["tiny", str(run), "eval.prompts=6", "model.dtype=float32"]
-    files = (tmp_path / "out", tmp_path / "t.md", tmp_path / "a.jsonl")
+    output, markdown, answers = (tmp_path / "out", tmp_path / "t.md", tmp_path / "a.jsonl")
     capsys.readouterr()
-    evaluation.evaluate(arguments, None, "own,reverse", None, *files, as_json=False)
-    output = capsys.readouterr().out
-    titles, *lines = [line.split() for line in output.splitlines() if line.startswith(("suite", "toy", "reverse"))]
+    evaluate_command(arguments, "own,reverse", output=output, markdown=markdown, answers=answers)
+    said = capsys.readouterr().out
+    titles, *lines = [line.split() for line in said.splitlines() if line.startswith(("suite", "toy", "reverse"))]
     assert titles[:3] == ["suite", "score", "model"] and "difference" in titles
     assert [line[:4] for line in lines] == [
         ["toy", "score", "tiny", "6"],

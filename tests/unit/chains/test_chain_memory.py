@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from kitae.chains.chain_memory import forget_peak, free_memory
+from kitae.chains.chain_runner import forget_peak, free_memory
 from kitae.kernels.allocation import keep_freed_memory
 from kitae.observe.progress import peak_memory_gb
 

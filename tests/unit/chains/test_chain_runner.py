@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from kitae.chains import chain_runner
 from kitae.chains.chain_file import ChainPlan, read_chain
 from kitae.chains.chain_folder import read_record
-from kitae.chains.chain_runner import run_chain
+from kitae.chains.chain_runner import inspect_chain, run_chain
 from kitae.errors import ConfigChangedError, DataError, StoreError
 from kitae.observe.observer import Bystander, Silent
 from kitae.offline.loop import OfflineLoop
@@ -91,6 +91,7 @@ def go(chain: ChainPlan) -> list[str]:
         def note(self, text: str) -> None:
             heard.append(text)
 
+    inspect_chain(chain)
     run_chain(chain, Bystander(Heard()))
     return heard
 
@@ -176,7 +177,7 @@ def test_what_was_begun_keeps_its_settings(write: Callable[..., ChainPlan], monk
         go(write(**{"lr = 1e-2": "lr = 2e-2"}))
     with pytest.raises(ConfigChangedError, match="stage 02-learn is gone"):
         go(write(**{'"learn"': '"teach"'}))
-    chain_runner.inspect_chain(write(rounds=2))  # what is to come may change
+    inspect_chain(write(rounds=2))  # what is to come may change
 
 
 def test_nothing_to_train_on_is_said(write: Callable[..., ChainPlan]) -> None:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,7 +19,7 @@ import kitae
 from kitae.algorithms.preferences import PREFERENCE_LOSSES
 from kitae.algorithms.presets import PRESETS
 from kitae.algorithms.stages import STAGES
-from kitae.cli import inspection, main
+from kitae.cli import main, recipes
 from kitae.config.recipe import parse_config
 from kitae.run.recompute_step import Replay
 from kitae.store.checkpoints import Frontier
@@ -84,6 +85,13 @@ def test_every_command_has_help(cli: Cli, command: str) -> None:
     result = cli(command, "--help")
     assert result.status == 0
     assert result.out.partition("Usage: ")[2].splitlines()[0].split(" [")[0].endswith(command)
+
+
+def test_the_list_of_commands_says_what_each_says_of_itself() -> None:
+    for where, summary in main.COMMANDS.values():
+        module, function = where.split(".")
+        command = getattr(import_module(f"kitae.cli.{module}"), function)
+        assert (command.__doc__ or "").splitlines()[0] == summary
 
 
 def test_environments_are_listed_with_their_params(cli: Cli) -> None:
@@ -152,7 +160,7 @@ def test_ctrl_c_is_status_130_without_a_traceback(cli: Cli, monkeypatch: pytest.
     def interrupted() -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(inspection, "recipes", interrupted)
+    monkeypatch.setattr(recipes, "recipes", interrupted)
     result = cli("recipes")
     assert result.status == 130
     assert result.err.strip() == "interrupted"

@@ -32,7 +32,7 @@ def shown(run: Path, capsys: pytest.CaptureFixture[str]) -> Shown:
     """Group and sample of what is shown, by the JSON of it."""
 
     def call(one_per_prompt: bool = False, limit: int | None = None, **wanted: object) -> list[tuple[int, int]]:
-        showing.show(run, Asked(RolloutFilter(**wanted), one_per_prompt, limit), as_json=True)  # type: ignore[arg-type]
+        showing.show_samples(run, Asked(RolloutFilter(**wanted), one_per_prompt, limit), as_json=True)  # type: ignore[arg-type]
         found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
         return [(one["group"], one["sample"]) for one in found]
 
@@ -71,7 +71,7 @@ def test_it_is_the_filter_of_the_window(shown: Shown, run: Path) -> None:
 
 
 def test_json_has_all_of_a_sample(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    showing.show(run, Asked(RolloutFilter(step=2), limit=1), as_json=True)
+    showing.show_samples(run, Asked(RolloutFilter(step=2), limit=1), as_json=True)
     found = json.loads(capsys.readouterr().out)
     assert found["text"] == f"Second {HOSTILE}" and found["messages"][0]["text"] == "Reverse 3"
     assert (found["value"], found["components"], found["length"], found["fate"]) == (1.0, {"exact": 1.0}, 3, "trained")
@@ -79,15 +79,15 @@ def test_json_has_all_of_a_sample(run: Path, capsys: pytest.CaptureFixture[str])
 
 
 def test_nothing_found_is_said(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    showing.show(run, Asked(RolloutFilter(text="nowhere")), as_json=False)
+    showing.show_samples(run, Asked(RolloutFilter(text="nowhere")), as_json=False)
     assert capsys.readouterr().out == "no sample passes these filters\n"
     with pytest.raises(StoreError, match="step 7 has no samples; the last step with samples is 2"):
-        showing.show(run, Asked(RolloutFilter(step=7, reward_min=0.5)), as_json=False)
+        showing.show_samples(run, Asked(RolloutFilter(step=7, reward_min=0.5)), as_json=False)
 
 
 def test_plain_output_has_a_few(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = WrittenRun(tmp_path).step([[0.0, 1.0]] * 6).finish()
-    showing.show(run, Asked(RolloutFilter()), as_json=False)
+    showing.show_samples(run, Asked(RolloutFilter()), as_json=False)
     said = capsys.readouterr().out
     assert said.count("answer: ") == 8 and "8 of 12 samples; --limit shows more" in said and "\x1b" not in said
     assert all(len(line) <= 80 for line in said.splitlines())

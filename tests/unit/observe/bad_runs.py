@@ -136,7 +136,7 @@ BAD = {
 def make(name: str, folder: Path) -> tuple[Path, str]:
     """The run folder, and the command that makes such a one."""
     from kitae import api
-    from kitae.cli.training import Screen  # what the command line does with a run, its console log included
+    from kitae.cli.screen import Screen  # what the command line does with a run, its console log included
 
     bad = BAD[name]
     own = folder / "own.py"

@@ -3,8 +3,11 @@
 import json
 import textwrap
 from dataclasses import asdict
-from pathlib import Path
+from typing import Annotated
 
+import typer
+
+from kitae.cli.arguments import Run
 from kitae.errors import KitaeError
 from kitae.observe import diagnosis
 from kitae.store.run_summary import RunView, look
@@ -13,7 +16,14 @@ _WIDTH = 100
 _MARGIN = 9
 
 
-def diagnose(run: Path, as_json: bool) -> None:
+def diagnose(
+    run: Run,
+    as_json: Annotated[bool, typer.Option("--json", help="The findings as JSON, and nothing else.")] = False,
+) -> None:
+    """Say what is wrong with a run, and what to change.
+
+    Of a run that is going on, finished, stopped or crashed; docs/diagnosis.md has the rules.
+    """
     found = diagnosis.diagnose(run)
     if as_json:
         print(json.dumps([asdict(finding) for finding in found], indent=2, ensure_ascii=False))

@@ -8,7 +8,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 from kitae.cli.text import table
 from kitae.config.locate import find_recipe, find_run
@@ -35,17 +37,36 @@ class Wanted:
 
 
 def evaluate(
-    arguments: Sequence[str],
-    model: str | None,
-    suites: str | None,
-    data: Path | None,
-    output: Path,
-    markdown: Path | None,
-    answers: Path | None,
-    as_json: bool,
+    targets: Annotated[
+        list[str],
+        typer.Argument(
+            help="Run folders (their trained models), recipes (their untrained models), or models: folders, hub ids, "
+            "short names; and settings: eval.prompts=32 …",
+            metavar="TARGET… [SECTION.KEY=VALUE]…",
+        ),
+    ],
+    suites: Annotated[
+        str | None,
+        typer.Option(help="What to ask, separated by commas (kitae suites); default: the task of the run or recipe."),
+    ] = None,
+    data: Annotated[
+        Path | None, typer.Option(help="Folder with the data of suites, DIR/gsm8k/test.jsonl …; default: the hub.")
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="Another model: a folder, a run, a hub id or a short name.")] = None,
+    output: Annotated[Path, typer.Option(help="Folder that keeps the answers: what it has is not asked again.")] = Path(
+        "evaluations"
+    ),
+    markdown: Annotated[Path | None, typer.Option(help="Write the table into this file, as Markdown.")] = None,
+    answers: Annotated[Path | None, typer.Option(help="Write all answers with their verdicts, as JSONL.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="The numbers as one line of JSON, and nothing else.")] = False,
 ) -> None:
-    overrides = [a for a in arguments if _OVERRIDE.match(a) and not Path(a).exists()]
-    targets = [a for a in arguments if a not in overrides]
+    """Measure models on held-out prompts and suites; compare them.
+
+    Prints avg@k, pass@k and maj@k with intervals; for k = 8: eval.samples=8 eval.temperature=1. Several models are
+    asked the same problems, and compared with the first.
+    """
+    overrides = [a for a in targets if _OVERRIDE.match(a) and not Path(a).exists()]
+    targets = [a for a in targets if a not in overrides]
     if not targets:
         raise ConfigError("an evaluation needs at least one target: a run, a recipe or a model, got none")
     wanted = Wanted(targets, overrides, model, suites, str(data) if data else None)
@@ -75,6 +96,7 @@ def evaluate(
 
 
 def suites() -> None:
+    """List the suites that models can be evaluated on."""
     from kitae.data.tasks import TASKS
     from kitae.evaluation.suites import KNOWN, PUZZLES
 

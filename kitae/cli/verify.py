@@ -9,8 +9,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Annotated, Any
 
+import typer
+
+from kitae.cli.arguments import Overrides, Recipe
 from kitae.config.locate import find_recipe
 from kitae.config.recipe import load_config
 from kitae.config.root import reinforcement
@@ -27,6 +30,7 @@ _AHEAD = 16_384  # rows under way at most: many may hang without holding up the 
 
 
 def verifiers() -> None:
+    """List the verifiers, each with an example."""
     for name, verifier in VERIFIERS.items():
         summary = (verifier.score.__doc__ or "").strip().splitlines()[0]
         print(f"{name:16} {summary}")
@@ -37,8 +41,18 @@ def verifiers() -> None:
     print("\nscore a file with: kitae verify NAME --input in.jsonl --output out.jsonl [--option key=value …]")
 
 
-def verify(name: str, source: Path, target: Path, options: list[str], workers: int | None, timeout: float) -> None:
-    params = dict(_parse_option(text) for text in options)
+def verify(
+    name: Annotated[str, typer.Argument(help="A verifier (kitae verifiers), or file.py:function.")],
+    source: Annotated[Path, typer.Option("--input", help="JSONL: id, response, reference, context.")],
+    target: Annotated[Path, typer.Option("--output", help="JSONL: id, score, outcome, components, detail.")],
+    option: Annotated[
+        list[str] | None, typer.Option(help="A param of the verifier: key=value; may be repeated.")
+    ] = None,
+    workers: Annotated[int | None, typer.Option(min=1, help="Worker processes; default: one for each core.")] = None,
+    timeout: Annotated[float, typer.Option(min=0.001, help="Seconds for one check.")] = 10.0,
+) -> None:
+    """Score a file of responses."""
+    params = dict(_parse_option(text) for text in option or [])
     if ":" not in name:  # a user's own file is loaded by a worker, never here
         check_params(resolve(name), params)
     rows = list(_read(source))
@@ -67,8 +81,18 @@ def verify(name: str, source: Path, target: Path, options: list[str], workers: i
     _summarise(scores, perf_counter() - began, target)
 
 
-def validate(recipe: str, overrides: list[str], limit: int | None) -> None:
-    config = reinforcement(load_config(find_recipe(recipe), overrides), "kitae validate")
+def validate(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Check only so many prompts; default: all of a file.")
+    ] = None,
+) -> None:
+    """Check that reference answers score 1 under the verifier.
+
+    Scores the references of a recipe's data with its verifier, and lists those that do not score 1.
+    """
+    config = reinforcement(load_config(find_recipe(recipe), overrides or []), "kitae validate")
     stream = open_stream(config.data, config.run.seed)
     prompts = [stream.at(position) for position in range(limit or stream.size or _GENERATED)]
 

@@ -4,9 +4,12 @@ import asyncio
 import importlib.util
 import os
 import signal
-from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated
 
+import typer
+
+from kitae.cli.arguments import Overrides
 from kitae.config.locate import find_run
 from kitae.config.recipe import model_settings
 from kitae.errors import ConfigError, Interrupted
@@ -15,25 +18,46 @@ _SECTIONS = ("model", "engine")
 
 
 def serve(
-    target: str,
-    overrides: Sequence[str],
-    *,
-    host: str,
-    port: int,
-    key_env: str | None,
-    name: str | None,
-    queue: int,
-    tries: int,
-    answer_anyway: bool,
+    target: Annotated[
+        str,
+        typer.Argument(
+            help="A model: a run, a folder, a hub id or a short name; or a reward model.", metavar="MODEL-OR-RUN"
+        ),
+    ],
+    overrides: Overrides = None,
+    host: Annotated[
+        str, typer.Option(help="Where to listen; an address that others can reach needs a key.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 8000,
+    api_key_env: Annotated[
+        str | None, typer.Option(help="The environment variable with the key that clients must send.", metavar="NAME")
+    ] = None,
+    name: Annotated[
+        str | None, typer.Option(help="How clients call the model; default: the name of its run or folder.")
+    ] = None,
+    queue: Annotated[
+        int, typer.Option(min=1, help="Answers under way, waiting ones included; who comes then is told to try again.")
+    ] = 512,
+    tries: Annotated[
+        int,
+        typer.Option(min=1, help="How often an answer is sampled until it calls the tool that tool_choice asks for."),
+    ] = 3,
+    answer_anyway: Annotated[
+        bool, typer.Option("--answer-anyway", help="If no try calls it, tell the last answer; default: refuse.")
+    ] = False,
 ) -> None:
+    """Serve a model or a reward model over an OpenAI-compatible API.
+
+    Chats and completions, streamed or whole, with tools and log-probs; or the scores of a reward model.
+    """
     missing = [wanted for wanted in ("starlette", "uvicorn") if importlib.util.find_spec(wanted) is None]
     if missing:
         raise ConfigError(f"kitae serve needs {' and '.join(missing)}: pip install 'kitae[serve]'")
-    for override in overrides:
+    for override in overrides or []:
         if override.partition(".")[0] not in _SECTIONS or override.startswith("model.path"):
             raise ConfigError(f"kitae serve takes settings of {' and '.join(_SECTIONS)}, got {override!r}")
     path = find_run(Path(target))
-    config = model_settings(str(path) if path.exists() else target, overrides)
+    config = model_settings(str(path) if path.exists() else target, overrides or [])
     from kitae.serving.handlers import AnswerPolicy
     from kitae.serving.start_server import ServerSettings
     from kitae.serving.start_server import serve as start
@@ -42,12 +66,14 @@ def serve(
         name or Path(target).name if path.exists() else name or target,
         host,
         port,
-        _key(key_env),
+        _key(api_key_env),
         queue,
         AnswerPolicy(tries, answer_anyway),
     )
     try:
-        asyncio.run(start(config.model, config.engine, settings, lambda *place: _say(settings.name, key_env, *place)))
+        asyncio.run(
+            start(config.model, config.engine, settings, lambda *place: _say(settings.name, api_key_env, *place))
+        )
     except KeyboardInterrupt:  # before the server runs
         raise Interrupted("interrupted", signal.SIGINT) from None
 

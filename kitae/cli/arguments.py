@@ -1,4 +1,4 @@
-"""Arguments that several commands have."""
+"""Arguments that several commands take."""
 
 from pathlib import Path
 from typing import Annotated

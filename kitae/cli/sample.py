@@ -1,46 +1,57 @@
-"""`kitae sample`."""
+"""`kitae sample`: answers to a recipe's prompts, sampled and verified, as a file to train on."""
 
 import json
 import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
+import typer
+
+from kitae.cli.arguments import Overrides
 from kitae.errors import Interrupted
 
 if TYPE_CHECKING:
     from kitae.offline.sampling import SampleWatcher, Tally
 
 
-@dataclass(frozen=True, slots=True)
-class Chosen:
-    """What the command line says of what is kept; `Selection` says what is right."""
-
-    keep: str
-    min_score: float | None
-    min_margin: float
-    match_lengths: bool
-    truncated: bool
-
-
 def sample(
-    target: str,
-    overrides: list[str],
-    chosen: Chosen,
-    output: Path,
-    n: int | None,
-    prompts: int | None,
-    first: int,
-    model: str | None,
-    as_json: bool,
+    target: Annotated[
+        str, typer.Argument(help="A recipe (its untrained model), or a run (its trained one).", metavar="RECIPE-OR-RUN")
+    ],
+    overrides: Overrides = None,
+    keep: Annotated[
+        str, typer.Option(help="Of each prompt: its best answer, all correct ones, all, or pairs of best and worst.")
+    ] = "correct",
+    output: Annotated[Path, typer.Option("--output", "-o", help="The JSONL file to write.")] = Path("samples.jsonl"),
+    n: Annotated[
+        int | None, typer.Option("--n", min=1, help="Answers to each prompt; default: training.group_size.")
+    ] = None,
+    prompts: Annotated[int | None, typer.Option(min=1, help="Prompts to ask; default: all of a file.")] = None,
+    first: Annotated[int, typer.Option(min=0, help="Prompts of the data to pass over.")] = 0,
+    model: Annotated[str | None, typer.Option(help="Another model: a folder, a run, a hub id or a short name.")] = None,
+    min_score: Annotated[
+        float | None, typer.Option(help="Least score of an example; default: 1 for correct, else any.")
+    ] = None,
+    min_margin: Annotated[float, typer.Option(min=0, help="Least difference of scores in a pair.")] = 0.0,
+    match_lengths: Annotated[
+        bool, typer.Option("--match-lengths", help="Of equally good answers, pair those of similar length.")
+    ] = False,
+    truncated: Annotated[
+        bool, typer.Option("--truncated", help="Keep answers that were cut off at sampling.max_tokens too.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="The counts as one line of JSON, and nothing else.")] = False,
 ) -> None:
+    """Sample and verify answers, as data to train on.
+
+    If it is killed, the same command goes on from there.
+    """
     from kitae import api
     from kitae.offline.answer_selection import Selection
 
-    select = Selection(**asdict(chosen))
+    select = Selection(keep, min_score, min_margin, match_lengths, truncated)  # type: ignore[arg-type]  # it says which
     with watching() as watcher:
         try:
             tally = api.sample_to_file(
@@ -51,7 +62,7 @@ def sample(
                 n=n,
                 first=first,
                 model=model,
-                overrides=overrides,
+                overrides=overrides or [],
                 watcher=watcher,
             )
         except KeyboardInterrupt:

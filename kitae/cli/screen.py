@@ -1,4 +1,4 @@
-"""`kitae train` and `kitae resume`."""
+"""What the command line shows of a run, and keeps in RUN/console.log."""
 
 import signal
 import traceback
@@ -8,51 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from kitae.cli.text import as_size
-from kitae.config.locate import find_recipe
-from kitae.config.recipe import load_config
-from kitae.config.root import RLConfig, Root
+from kitae.config.root import Root
 from kitae.errors import Interrupted, KitaeError
 from kitae.observe.observer import Observer
 from kitae.observe.run_log import Console
 
 if TYPE_CHECKING:
     from kitae.store.run_folder import Result
-
-
-def train(recipe: str, overrides: list[str], dry_run: bool, full: bool) -> None:
-    config = load_config(find_recipe(recipe), overrides)
-    if dry_run:
-        from kitae.cli.preview import preview
-        from kitae.run.plan import check
-
-        check(config)
-        preview(config, full)
-        return
-    from kitae import api
-
-    with Screen() as screen:
-        if isinstance(config, RLConfig):
-            _warn_of_memory(config, screen)
-        screen.report(api.train(config, observer=screen))
-
-
-def _warn_of_memory(config: RLConfig, screen: "Screen") -> None:
-    """It is an estimate: who knows better may go on."""
-    from kitae.cli.preview import shortage
-    from kitae.study.memory_estimate import glance
-
-    needs = glance(config)
-    if needs is not None and not needs.fits:
-        screen.note(f"warning: {shortage(needs)}")
-
-
-def resume(run: Path, overrides: list[str], checkpoint: str | None, forget: bool) -> None:
-    from kitae import api
-
-    with Screen() as screen:
-        result = api.resume(run, overrides=overrides, checkpoint=checkpoint, forget=forget, observer=screen)
-        if screen.config is not None:  # else it was finished before
-            screen.report(result)
 
 
 class Screen:

@@ -1,14 +1,16 @@
-"""`kitae chain`."""
+"""`kitae chain`: stages after each other, each from the model of the one before."""
 
 import shutil
 import signal
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
-from kitae.cli.sampling import watching
+import typer
+
+from kitae.cli.sample import watching
+from kitae.cli.screen import Screen
 from kitae.cli.text import table
-from kitae.cli.training import Screen
 from kitae.config.locate import find_chain
 from kitae.errors import Interrupted
 
@@ -16,7 +18,22 @@ if TYPE_CHECKING:
     from kitae.chains.chain_file import ChainPlan
 
 
-def chain(file: str, output: Path | None, rounds: int | None, status: bool) -> None:
+def chain(
+    file: Annotated[
+        str, typer.Argument(help="A chain file, or the name of one that comes with Kitae (kitae recipes).")
+    ],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="The folder of the chain; default: runs/NAME.")
+    ] = None,
+    rounds: Annotated[
+        int | None, typer.Option(min=1, help="How often its stages are gone through; default: as it says.")
+    ] = None,
+    status: Annotated[bool, typer.Option("--status", help="Check all stages, say where it stands, and stop.")] = False,
+) -> None:
+    """Run stages after each other, each from the last one's model.
+
+    If it is stopped or killed, the same command goes on: finished stages are not run again.
+    """
     from kitae.chains.chain_file import read_chain
     from kitae.chains.chain_runner import inspect_chain, run_chain
 
