@@ -48,7 +48,8 @@ class Commands(TyperGroup):
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
-        self.commands = dict.fromkeys(COMMANDS)  # type: ignore[arg-type]  # names alone, for those who mistype one
+        names: Any = dict.fromkeys(COMMANDS)
+        self.commands = names  # for the suggestion to who mistypes one
 
     def list_commands(self, ctx: Any) -> list[str]:
         return list(COMMANDS)
