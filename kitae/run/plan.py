@@ -152,8 +152,8 @@ def _rl_plan(config: RLConfig, note: Note) -> RLPlan:
             "the policy had just sampled them"
         )
     e, seed = config.eval, config.run.seed
-    held_out = eval_prompts(config.data, seed, e.prompts) if e.prompts else []
     prompts = open_stream(config.data, seed)
+    held_out = eval_prompts(config.data, seed, e.prompts) if e.prompts else []
     suites = find_suites(e.suites, e.data, config) if e.prompts else []
     counted = [replace(suite, count=e.prompts) for suite in suites]  # as many as are held out of the run's own task
     if prompts.skipped:

@@ -203,4 +203,5 @@ def test_a_prompt_longer_than_the_context_costs_only_its_group(tmp_path: Path) -
 
 def test_bad_data_is_refused_before_a_model_loads(tmp_path: Path) -> None:
     with pytest.raises(DataError):
-        run_toy(tmp_path, "data.params.digits=0", "model.path=/does/not/exist")
+        run_toy(tmp_path, "data.params.digits=0")
+    assert not list(tmp_path.iterdir()), "no run folder was made"

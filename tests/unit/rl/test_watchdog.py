@@ -69,7 +69,7 @@ from kitae.rl import watchdog
 watchdog._GRACE = 0.5
 
 async def body():
-    guard = asyncio.create_task(watch.Watch(0.3, lambda: 0, Path(sys.argv[1])).guard())
+    guard = asyncio.create_task(watchdog.Watch(0.3, lambda: 0, Path(sys.argv[1])).guard())
     await asyncio.sleep(0)
     time.sleep(600)
 
@@ -92,7 +92,7 @@ from pathlib import Path
 from kitae.rl import watchdog
 
 async def body():
-    guard = asyncio.create_task(watch.Watch(1.5, lambda: 0, Path(sys.argv[1])).guard())
+    guard = asyncio.create_task(watchdog.Watch(1.5, lambda: 0, Path(sys.argv[1])).guard())
     await asyncio.sleep(0.1)
     print("ready", flush=True)
     await asyncio.to_thread(sys.stdin.readline)
