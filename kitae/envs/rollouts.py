@@ -126,7 +126,9 @@ class Episodes(EpisodeContext):
         return [news for news in found if news is not None]
 
 
-def episodes_of(config: RLConfig, engine: Engine, verifier: ResponseVerifier, world: World, model: ModelFacts) -> Episodes:
+def episodes_of(
+    config: RLConfig, engine: Engine, verifier: ResponseVerifier, world: World, model: ModelFacts
+) -> Episodes:
     """Episodes by the settings of a run, for training; others are made from them with `dataclasses.replace`."""
     chat = Chat(model.tokenizer, model.generation)
     sampling = SamplingParams(
