@@ -120,9 +120,7 @@ async def start_offline_trainer(
     return trainer
 
 
-async def _open_weight_store(
-    config: RLConfig, trainer: Trainer, cluster: Cluster | None, folder: Path
-) -> WeightStore:
+async def _open_weight_store(config: RLConfig, trainer: Trainer, cluster: Cluster | None, folder: Path) -> WeightStore:
     """Where engines with weights of their own find new versions. folder: of the run, for what goes through files."""
     kind = config.cluster.transport
     if kind == "auto":
