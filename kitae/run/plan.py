@@ -22,7 +22,7 @@ from kitae.data.examples import held_out_examples
 from kitae.data.fingerprint import fingerprint
 from kitae.data.prompt_stream import PromptStream, eval_prompts, open_stream
 from kitae.engines.native.limits import check_engine
-from kitae.errors import ConfigError
+from kitae.errors import ConfigError, ModelError
 from kitae.evaluation.suites import Suite, find_suites
 from kitae.models.classifier import check_reward_start
 from kitae.models.load import check_adapters, check_mixture, check_model, find_model, load_tokenizer
@@ -93,7 +93,10 @@ def check_settings(config: Root, *, model: bool = True) -> None:
     if isinstance(config, RLConfig):
         resolve_stages(config.algorithm.model_dump())
         if isinstance(config, DistilConfig) and config.method.teacher:
-            find_model(config.method.teacher, download=False)
+            try:
+                find_model(config.method.teacher, download=False)
+            except ModelError as error:
+                raise ModelError(f"method.teacher: {error}") from None
         if ":" not in config.verifier.name:  # a user's own file is loaded by a worker process, never here
             check_params(resolve(config.verifier.name), config.verifier.params)
         elif not Path(config.verifier.name.rpartition(":")[0]).expanduser().is_file():
