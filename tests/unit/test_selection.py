@@ -1,5 +1,6 @@
 """Which cases of a test `make test` runs, and which tests belong to what was changed."""
 
+import re
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,6 +9,8 @@ from typing import Any
 import pytest
 from changed import chosen_for
 from selection import _each_value_once, _some
+
+TESTS = Path(__file__).parents[1]
 
 
 def cases(*sizes: int) -> list[Any]:
@@ -48,3 +51,18 @@ def test_changed_rooms_and_their_importers() -> None:
     assert {"tests/unit/store", "tests/unit/rl", "tests/unit/data/test_tasks.py"} <= found
     assert not found & {"tests/unit", "tests/unit/data", "tests/unit/kernels"}
     assert chosen_for([Path("README.md")]) == []
+
+
+def test_each_file_can_be_run_alone(pytestconfig: pytest.Config) -> None:
+    """What it imports from other tests lies beside it, above it with a conftest, or where pytest is told to look."""
+    told = {pytestconfig.rootpath / name for name in pytestconfig.getini("pythonpath")}
+    homes: dict[str, set[Path]] = {}
+    for path in TESTS.rglob("*.py"):
+        homes.setdefault(path.stem, set()).add(path.parent)
+    lost = []
+    for path in [*TESTS.rglob("test_*.py"), *TESTS.rglob("conftest.py")]:
+        above = {parent for parent in path.parents if (parent / "conftest.py").exists()}
+        for name in re.findall(r"^ *(?:from|import) (\w+)\b", path.read_text(), re.MULTILINE):
+            if name in homes and "gpu" not in path.parts and not homes[name] & {path.parent, *above, *told}:
+                lost.append(f"{path.relative_to(TESTS)} imports {name}")
+    assert not lost, "\n".join(lost)
