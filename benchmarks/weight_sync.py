@@ -30,7 +30,7 @@ from training import forward_backward, make_worker, prepared
 
 from kitae.engines.base import Engine, Request, SamplingParams, WeightUpdate
 from kitae.engines.config import EngineConfig
-from kitae.engines.fleet import Fleet
+from kitae.engines.engine_pool import EnginePool
 from kitae.engines.process.process_engine import ProcessEngine
 from kitae.models.config import ModelConfig
 from kitae.models.load import load_policy
@@ -62,7 +62,16 @@ class Side:
     def __init__(self, model: ModelConfig, mode: Mode, count: int) -> None:
         self.publisher = MemoryPublisher(mode)
         config = EngineConfig(memory_gb=0.25)
-        self.engine: Engine = Fleet([ProcessEngine(model, config, self.publisher, threads=1) for _ in range(count)])
+
+        async def make(number: int) -> ProcessEngine:
+            engine = ProcessEngine(model, config, self.publisher, threads=1)
+            await engine.start()
+            return engine
+
+        self.engine = EnginePool(make, count)
+
+    async def start(self) -> None:
+        await self.engine.start()
 
     async def update(self, version: int, worker: Worker) -> Update:
         manifest = await asyncio.to_thread(self.publisher.publish, version, worker.weights())
@@ -90,6 +99,7 @@ async def main() -> None:
     model = ModelConfig(path=a.model, dtype="bfloat16")
     full, delta = Side(model, "full", a.engines), Side(model, "delta", a.engines)
     try:
+        await asyncio.gather(full.start(), delta.start())
         policy = load_policy(model)
         values = sum(p.numel() for p in policy.model.parameters())
         groups = await sample(full.engine, policy.tokenizer)

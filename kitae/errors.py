@@ -6,13 +6,14 @@
     ├── DataError            a data set, task or prompt is malformed
     ├── EngineError          the rollout engine cannot go on
     │   ├── RequestError     one request is impossible; the other requests are unharmed
-    │   ├── EngineLost       this engine is gone, with its process or server; another can go on with what it did
+    │   ├── EngineLost       this engine is gone, with its process or server; also a WorkerLost
     │   └── WeightsDamaged   new weights did not arrive whole; the engine stands still until whole ones come
     ├── TrainerError         the trainer cannot start or go on
     │   └── TrainerLost      a rank of it is gone; the last checkpoint and the journal have all that is needed
     ├── VerifierError        a verifier is unknown or breaks its contract
     ├── SandboxError         code cannot be run in a sandbox on this machine
     ├── RemoteError          a server does not answer, or with what is no use
+    ├── WorkerLost           a worker process or server is gone; another can go on with what it did
     ├── StalledError         nothing in the run has moved for too long
     ├── Interrupted          the user or the system stopped the command
     └── StoreError           the run folder cannot be read or written
@@ -40,6 +41,10 @@ class DataError(KitaeError):
     pass
 
 
+class WorkerLost(KitaeError):
+    pass
+
+
 class EngineError(KitaeError):
     pass
 
@@ -48,7 +53,7 @@ class RequestError(EngineError):
     pass
 
 
-class EngineLost(EngineError):
+class EngineLost(EngineError, WorkerLost):
     pass
 
 

@@ -55,7 +55,12 @@ class Flight(Generic[H]):
 
     def end_early(self, ending: Ending) -> None:
         """With what it has."""
-        self.complete(self.progress(), ending)
+        self.settle(self.ended(ending))
+
+    def ended(self, ending: Ending) -> Completion:
+        """What it has, as the end of it."""
+        has = self.progress()
+        return Completion(self.request.id, has.tokens, has.logprobs, has.versions, ending)
 
 
 class Ledger(Generic[H]):

@@ -1,6 +1,5 @@
 """From the settings to a running engine: the one place that knows every kind."""
 
-import asyncio
 import os
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -10,18 +9,20 @@ import torch
 
 from kitae.engines.base import Engine
 from kitae.engines.config import EngineConfig
-from kitae.engines.fleet import Fleet
+from kitae.engines.engine_pool import EnginePool
 from kitae.engines.native.engine import NativeEngine
 from kitae.engines.process.process_engine import ProcessEngine
 from kitae.engines.servers.start_servers import start_servers
-from kitae.errors import root_cause
 from kitae.models.config import ModelConfig
 from kitae.models.load import pick_device
 from kitae.models.policy import Policy
 from kitae.weights.published_version import EmptyWeightStore, WeightStore
 from kitae.workers.base import Cluster
+from kitae.workers.pool import Replacement
 
 POOL = "engines"
+_ON_THIS_MACHINE = Replacement(retry=1.0, most=3, within=60.0)
+"""What a process dies of here, its successor dies of too: it has no other machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +32,9 @@ class EngineOrder:
     model: what an engine with weights of its own loads, and serves until it is sent others. policy: what the native
     engine samples from. weight_store: the published weights, for engines that fetch them; None: nothing is ever
     published. cluster: finds a place for engines; None: they run on this machine, on cores that the trainer leaves.
-    patience: seconds that a fleet on a cluster waits for an engine when it has lost all. columns: the folder in which
-    engines on a cluster store what they sample. records_experts: whether engines record the experts of a mixture, for
-    requests that ask for them; servers of other people do not.
+    patience: seconds that requests wait for an engine when all are lost. columns: the folder in which engines on a
+    cluster store what they sample. records_experts: whether engines record the experts of a mixture, for requests that
+    ask for them; servers of other people do not.
     """
 
     model: ModelConfig
@@ -48,20 +49,8 @@ class EngineOrder:
 
 
 async def start_engine(order: EngineOrder) -> Engine:
-    """The caller closes it. On a cluster it is a fleet, which others may join (`start_one`)."""
+    """The caller closes it. An engine that is a pool replaces members that are lost."""
     return await KINDS[order.config.kind](order)
-
-
-async def start_one(order: EngineOrder, number: int) -> Engine:
-    """One more engine for a fleet on a cluster; number: another than those before have. `EngineError` if it cannot
-    start, or there is no place for it."""
-    engine = _process(order, number, ())
-    try:
-        await engine.start()
-    except BaseException:
-        await engine.close()
-        raise
-    return engine
 
 
 async def _native(order: EngineOrder) -> Engine:
@@ -70,44 +59,33 @@ async def _native(order: EngineOrder) -> Engine:
     return NativeEngine(order.policy, order.config, order.version, records_experts=order.records_experts)
 
 
-async def _processes(order: EngineOrder) -> Engine:
+async def _processes(order: EngineOrder) -> EnginePool:
     """In processes of their own."""
-    shares = _own_cores(order.model, order.config) if order.cluster is None else [[]] * order.config.count
-    engines = [_process(order, number, cores) for number, cores in enumerate(shares)]
-    alone = len(engines) == 1 and order.cluster is None
-    return await start_together(engines, engines[0] if alone else Fleet(engines, order.patience))
+    on_cluster = order.cluster is not None
+    shares = [[]] if on_cluster else _own_cores(order.model, order.config)
 
+    async def make(number: int) -> ProcessEngine:
+        cores = shares[number % len(shares)]
+        engine = ProcessEngine(
+            order.model,
+            order.config,
+            order.weight_store or EmptyWeightStore(),
+            threads=len(cores) or None,
+            cores=cores or None,
+            version=order.version,
+            cluster=order.cluster,
+            pool=POOL,
+            name=f"engine {number}",
+            columns=order.columns if on_cluster else None,
+            records_experts=order.records_experts,
+        )
+        await engine.start()
+        return engine
 
-def _process(order: EngineOrder, number: int, cores: Sequence[int]) -> ProcessEngine:
-    return ProcessEngine(
-        order.model,
-        order.config,
-        order.weight_store or EmptyWeightStore(),
-        threads=len(cores) or None,
-        cores=cores or None,
-        version=order.version,
-        cluster=order.cluster,
-        pool=POOL,
-        name=f"engine {number}",
-        once=order.cluster is not None,
-        columns=order.columns if order.cluster is not None else None,
-        records_experts=order.records_experts,
-    )
-
-
-async def start_together(engines: Sequence[ProcessEngine], engine: Engine) -> Engine:
-    """All of them, which are `engine` together, or none: what one fails with is raised after the others have been
-    closed."""
-    try:
-        async with asyncio.TaskGroup() as tasks:
-            for each in engines:
-                tasks.create_task(each.start())
-    except BaseException as error:
-        await engine.close()
-        if isinstance(error, BaseExceptionGroup):
-            raise root_cause(error) from None
-        raise
-    return engine
+    replacement = None if on_cluster else _ON_THIS_MACHINE
+    pool = EnginePool(make, order.config.count, version=order.version, patience=order.patience, replacement=replacement)
+    await pool.start()
+    return pool
 
 
 async def _servers(order: EngineOrder) -> Engine:

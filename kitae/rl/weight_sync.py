@@ -141,11 +141,6 @@ class WeightSync:
         """The largest difference of all engines, and a sentence about one that disagrees, or an empty text."""
         largest, wrong = 0.0, ""
         for probe in probes:
-            gap = probe.gap(ours)
-            largest = max(largest, gap)
-            if probe.version != version or gap > self.tolerance:
-                wrong = (
-                    f"the engine must serve version {version} with log-probs within {self.tolerance:g} of the "
-                    f"trainer's; it serves version {probe.version} with a difference of {gap:.3g}"
-                )
+            largest = max(largest, probe.gap(ours))
+            wrong = probe.problem("the engine", version, ours, self.tolerance, "the trainer's") or wrong
         return largest, wrong

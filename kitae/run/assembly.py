@@ -18,7 +18,7 @@ from kitae.models.facts import ModelFacts
 from kitae.models.policy import Policy
 from kitae.observe.observer import Observer
 from kitae.offline.base import Method
-from kitae.rl.elastic import kept_at
+from kitae.rl.elastic import resized
 from kitae.rl.weight_sync import WeightSync
 from kitae.store.columns import FOLDER
 from kitae.trainer.base import Trainer
@@ -44,10 +44,8 @@ class Learning:
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """What samples: `Serving(order, NativeEngine(…), weights)`. order: what the engine was made from, for engines that
-    join it later."""
+    """What samples, and how it gets new weights: `Serving(NativeEngine(…), weights)`."""
 
-    order: EngineOrder
     engine: Engine
     weights: WeightSync
 
@@ -93,7 +91,7 @@ async def start_serving(
     await trainer.use_threads(torch.get_num_threads())  # an engine may have got some of the cores
     recompute = config.pipeline.in_flight == "recompute"
     weights = WeightSync(trainer, engine, recompute=recompute, tolerance=probe_tolerance(learning.facts.dtype))
-    return Serving(order, engine, weights)
+    return Serving(engine, weights)
 
 
 async def serve_first_version(
@@ -103,7 +101,7 @@ async def serve_first_version(
     `count`, or what is asked for in the folder of the run."""
     if not serving.engine.capabilities.shares_weights:
         await serving.weights.hand_over(version)
-    await stack.enter_async_context(kept_at(count, serving.engine, serving.order, serving.weights, folder, note))
+    await stack.enter_async_context(resized(serving.engine, serving.weights, folder, count, note))
 
 
 async def start_offline_trainer(

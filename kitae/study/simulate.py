@@ -25,8 +25,8 @@ from kitae.config.root import RLConfig, reinforcement
 from kitae.data.chat import Chat
 from kitae.data.prompt_stream import PromptStream
 from kitae.engines.base import Request, SamplingParams
+from kitae.engines.engine_pool import EnginePool
 from kitae.engines.fake import FakeEngine, Pace
-from kitae.engines.fleet import Fleet
 from kitae.envs.base import EpisodeLimits
 from kitae.envs.rollouts import Episodes
 from kitae.envs.single_turn import SingleTurn
@@ -284,7 +284,7 @@ async def _run(store: RunStore, hardware: Hardware, times: Times, work: Work) ->
 
     shared = hardware.trainers == 0
     seeds = range(hardware.engines)
-    engine = Fleet([FakeEngine(respond, pace, seed=seed, shares_weights=shared) for seed in seeds])
+    engine = EnginePool.of([FakeEngine(respond, pace, seed=seed, shares_weights=shared) for seed in seeds])
     sampling = SamplingParams(max_tokens=config.sampling.max_tokens)
     chat = Chat(_Tokenizer(work.prompt))
     runner = Episodes(

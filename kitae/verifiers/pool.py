@@ -36,7 +36,7 @@ from kitae.types import LazyText, Prompt, Score
 from kitae.verifiers.base import TimeoutMeaning
 from kitae.verifiers.score_calls import as_score, check_params
 from kitae.verifiers.verifier_registry import VERIFIERS
-from kitae.workers.background_tasks import Chores
+from kitae.workers.background_tasks import BackgroundTasks
 from kitae.workers.templates.template import Template
 from kitae.workers.templates.template_main import MAX_CONTROL
 from kitae.workers.templates.worker_handle import OutOfTimeError, WorkerDied, WorkerProcess
@@ -121,7 +121,7 @@ class VerifierPool:
         self._processor = _Usual(_ALLOWANCE, _LEAST, _MOST)
         self._job_ids = itertools.count(1)
         self._idle = _Desk()
-        self._chores = Chores()
+        self._tasks = BackgroundTasks()
         self._running = False
 
     def gold(self, prompt: Prompt) -> str | None:
@@ -171,7 +171,7 @@ class VerifierPool:
 
     async def close(self) -> None:
         self._running = False
-        await self._chores.end()
+        await self._tasks.cancel()
         await asyncio.gather(*(worker.stop() for worker in (*self._workers, *self._aside)))
         await self._template.close()
         self._prints.close()
@@ -249,11 +249,11 @@ class VerifierPool:
             worker.watch.cancel()
             self.stats.restarts += self._running and not healthy
             if worker in self._aside:
-                self._chores.have(self._retire(worker))
+                self._tasks.start(self._retire(worker))
             elif healthy or not self._running:  # of a closed pool, so that those who still wait get their error
                 self._idle.put(worker)
             else:
-                self._chores.have(self._restart(worker))
+                self._tasks.start(self._restart(worker))
 
     async def _take(self, lane: int) -> "_Worker":
         """An idle worker that is fit for the check."""
@@ -265,7 +265,7 @@ class VerifierPool:
             self._queued -= 1
             self._balance()
         if self._running and (worker.ended or (worker.spoilt and lane == len(_TRIES))):
-            renewal = self._chores.have(self._renew(worker))
+            renewal = self._tasks.start(self._renew(worker))
             try:
                 await asyncio.wait({renewal})
             except asyncio.CancelledError:
@@ -312,7 +312,7 @@ class VerifierPool:
         worker.pause(self._paused)
         substitute = _Worker(self._template)
         self._workers.add(substitute)
-        self._chores.have(self._restart(substitute))
+        self._tasks.start(self._restart(substitute))
 
     async def _restart(self, worker: "_Worker") -> None:
         try:

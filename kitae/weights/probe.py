@@ -26,6 +26,17 @@ class Probe:
         gaps = [abs(a - b) for a, b in zip(self.logprobs, other, strict=True)]
         return max(gaps) if all(map(math.isfinite, gaps)) else math.inf
 
+    def problem(self, who: str, version: int, logprobs: tuple[float, ...], tolerance: float, whose: str) -> str:
+        """What is wrong with `who` scored this, if it must serve a version with these log-probs of `whose`; "" if
+        nothing is."""
+        gap = self.gap(logprobs)
+        if self.version == version and gap <= tolerance:
+            return ""
+        return (
+            f"{who} must serve version {version} with log-probs within {tolerance:g} of {whose}; it serves version "
+            f"{self.version} with a difference of {gap:.3g}"
+        )
+
 
 def probe_tokens(vocabulary: int) -> tuple[int, ...]:
     """The fixed sequence."""

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from typing import Protocol
 
+from kitae.errors import EngineError
 from kitae.weights.base import Address, Manifest
 
 _POLL = 0.005  # seconds
@@ -32,6 +33,23 @@ class EmptyWeightStore:
     @asynccontextmanager
     async def hold(self) -> AsyncIterator[None]:
         yield None
+
+
+@asynccontextmanager
+async def hold_update(weight_store: WeightStore, version: int, manifest: Manifest | None) -> AsyncIterator[Manifest]:
+    """Hold what a weight update is to load. `EngineError` unless that is what was published last: anything older is
+    written over."""
+    if manifest is None:
+        raise EngineError(
+            f"weight update {version} must have a manifest: the engine does not share the trainer's weights"
+        )
+    async with weight_store.hold() as current:
+        if manifest != current:
+            raise EngineError(
+                f"weight update {version} must be what was published last, got the manifest of version "
+                f"{manifest.version}"
+            )
+        yield manifest
 
 
 class ReadWriteLock:

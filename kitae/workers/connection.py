@@ -1,17 +1,19 @@
-"""The conversation with a process at a post: calls and their answers, and frames that come unasked.
+"""The controller's end of the connection with a worker process (`kitae.workers.serve` is the other one).
 
-A process is *lost* when it ends, breaks off the connection, does not answer a call in time or says nothing for too
-long. A lost one is killed and never heard again; whoever waits for its answer gets `PostLost`.
+A worker is *lost* when its process ends, breaks off the connection, does not answer a call in time, or gives no sign of
+life for too long. A lost worker is killed and never heard again; whoever waits for a reply of it gets `WorkerLost`.
 """
 
 import asyncio
 import itertools
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
-from kitae.errors import KitaeError
+import kitae.errors as errors
+from kitae.errors import KitaeError, WorkerLost
 from kitae.workers.base import Cluster, Duty, Post, PostError
 from kitae.workers.deadlines import within
 from kitae.workers.frames import Array, Frame, pack_frame, read_frame
@@ -36,48 +38,71 @@ class Deadlines:
     close: float = 10.0
 
 
-class PostLost(Exception):
-    """The message says why."""
+class CallFailed(KitaeError):
+    """A call met an error that is not one of Kitae's, such as a bug. The worker goes on."""
 
 
-class Link:
-    """Made by `start`. error: what is raised when the other side says that a call failed.
+class RemoteWorker:
+    """A worker process, made by `start`.
 
-    A subclass hears every frame in `_notice`, and in `_hear` those that answer no call.
+    greeting: what it sent when it was ready. status: what it sent last of its state. lost: becomes the reason when the
+    worker is lost, with the end of what it wrote; a worker that is ended on purpose is not lost.
     """
 
-    def __init__(self, post: Post, limits: Deadlines, error: type[KitaeError]) -> None:
+    def __init__(
+        self, post: Post, limits: Deadlines, on_event: Callable[[Frame], None], stalled: Callable[[float], str]
+    ) -> None:
         self.post = post
         self.limits = limits
-        self.lost: str | None = None
         self.greeting: Mapping[str, Any] = {}
-        self._error = error
+        self.status: Mapping[str, Any] = {}
+        self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._on_event = on_event
+        self._stalled = stalled
+        self._ended = False
         self._calls: dict[int, asyncio.Future[Frame]] = {}
         self._numbers = itertools.count()
         self._tasks: list[asyncio.Task[None]] = []
         self._heard = False
 
     @classmethod
-    async def start(cls, cluster: Cluster, duty: Duty, limits: Deadlines, error: type[KitaeError], **own: Any) -> Self:
-        """Launch it and wait until it is ready; `error`: it refuses the setup; `PostLost`: it does not come up.
+    async def start(
+        cls,
+        cluster: Cluster,
+        duty: Duty,
+        limits: Deadlines,
+        error: type[KitaeError],
+        on_event: Callable[[Frame], None] = lambda frame: None,
+        stalled: Callable[[float], str] = lambda passed: "",
+    ) -> "RemoteWorker":
+        """Launch a worker and wait until it is ready. `error`: it refuses the setup, or there is no place for it;
+        `WorkerLost`: it does not come up.
 
-        own: for the subclass.
+        on_event: called with every event that it sends. stalled: called several times within the longest silence, with
+        the seconds since the last time; says what is wrong with a worker that lives, or nothing.
         """
         try:
             post = await cluster.start(duty)
         except PostError as problem:
             raise error(str(problem)) from None
-        link = cls(post, limits, error, **own)
+        remote = cls(post, limits, on_event, stalled)
         try:
-            await link._greet()
+            await remote._greet(error)
         except BaseException:
-            await link.end()
+            await remote.end()
             raise
-        return link
+        return remote
 
     @property
     def pid(self) -> int:
         return self.post.pid
+
+    @property
+    def gone(self) -> str:
+        """Why it cannot be used any more; "": it can."""
+        if self.lost.done():
+            return self.lost.result()
+        return "it was ended" if self._ended else ""
 
     @property
     def last_words(self) -> str:
@@ -85,107 +110,95 @@ class Link:
         words = self.post.words
         return f"; its stderr ends with:\n{words}" if words else ""
 
-    @property
-    def obituary(self) -> str:
-        """Why it was lost, and its last words."""
-        why = self.lost or ""
-        return why if self.last_words in why else why + self.last_words
-
-    def send(self, frame: bytes) -> None:
-        if self.lost is None:
-            self.post.writer.write(frame)
-
     async def call(
-        self, op: str, arrays: Mapping[str, Array] | None = None, limit: float | None = None, **fields: Any
+        self, op: str, arrays: Mapping[str, Array] | None = None, *, limit: float | None = None, **fields: Any
     ) -> Frame:
-        """The answer to a call; the link's error if it says that the call failed, `PostLost` if there is none in time.
+        """The reply. Errors of Kitae's are raised here as what they are there, any other as `CallFailed`; `WorkerLost`
+        where there is no reply in time. A caller that is cancelled cancels a concurrent call.
 
-        limit: seconds for it, if not those of `limits.answer`.
+        limit: seconds for it, if not those of `limits.answer`; infinite: as long as the worker lives.
         """
-        reply = await self.ask(op, arrays, limit, **fields)
-        if "error" in reply.header:
-            raise self._error(reply.header["error"])
-        return reply
-
-    async def ask(
-        self, op: str, arrays: Mapping[str, Array] | None = None, limit: float | None = None, **fields: Any
-    ) -> Frame:
-        """Like `call`, but an error is an answer like others."""
-        if self.lost is not None:
-            raise PostLost(self.lost)
-        number = next(self._numbers)
+        if self.gone:
+            raise WorkerLost(self.gone)
+        number, limit = next(self._numbers), limit or self.limits.answer
         future: asyncio.Future[Frame] = asyncio.get_running_loop().create_future()
-        self._calls[number] = future
-        self.send(pack_frame({"call": number, "op": op, **fields}, arrays))
-        limit = limit or (self.limits.close if op == "close" else self.limits.answer)
         try:
-            reply = await within(limit, asyncio.create_task(_result(future)))
+            self.send({"call": number, "op": op, **fields}, arrays)
+            self._calls[number] = future
+            if math.isinf(limit):
+                reply = await future
+            else:
+                reply = await within(limit, asyncio.create_task(_result(future)))
         except TimeoutError:
             self.lose(f"it did not answer {op!r} within {limit:g} s")
-            raise PostLost(self.lost) from None
+            raise WorkerLost(self.gone) from None
+        except asyncio.CancelledError:
+            self.send({"cancel": number})
+            raise
         finally:
             self._calls.pop(number, None)
+        if "error" in reply.header:
+            raise _error_of(reply.header)
         return reply
+
+    def send(self, header: Mapping[str, Any], arrays: Mapping[str, Array] | None = None) -> None:
+        packed = pack_frame(header, arrays)
+        if not self.gone:
+            self.post.writer.write(packed)
 
     def lose(self, why: str) -> None:
         """Give it up."""
-        if self.lost is not None:
+        if self.gone:
             return
-        self.lost = why
         self.post.kill()
-        for future in self._calls.values():
-            if not future.done():
-                future.set_exception(PostLost(why))
-        self._on_loss()
+        self.lost.set_result(why if self.last_words in why else why + self.last_words)
+        self._fail_calls()
 
     async def close(self) -> None:
-        """Ask it to end, and make sure. It is not reported as lost."""
-        self._on_loss = lambda: None  # type: ignore[method-assign]
-        with suppress(PostLost, KitaeError, TimeoutError):
-            await self.call("close")
+        """Ask it to end, and make sure."""
+        with suppress(KitaeError, TimeoutError):
+            await self.call("close", limit=self.limits.close)
+            self._ended = True
             await within(self.limits.close, asyncio.create_task(self.post.wait()))
         await self.end()
 
     async def end(self) -> None:
-        """Make sure that it is gone, and let go of everything that belongs to it. It is not reported as lost."""
-        self.lost = self.lost or "it was ended"
+        """Make sure that it is gone, and let go of everything that belongs to it."""
+        self._ended = True
         self.post.kill()
+        self._fail_calls()
         for task in self._tasks:
             task.cancel()
         self.post.writer.transport.abort()
         await self.post.wait()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def _notice(self, frame: Frame) -> None:
-        """Every frame, before it is given to whom it is for."""
+    def _fail_calls(self) -> None:
+        for future in self._calls.values():
+            if not future.done():
+                future.set_exception(WorkerLost(self.gone))
 
-    def _hear(self, frame: Frame) -> None:
-        """One that answers no call."""
-
-    def _on_loss(self) -> None:
-        """Once, when it is lost."""
-
-    async def _greet(self) -> None:
+    async def _greet(self, error: type[KitaeError]) -> None:
         try:
             first = await within(self.limits.start, asyncio.create_task(read_frame(self.post.reader)))
         except TimeoutError:
-            raise PostLost(f"it was not ready within {self.limits.start:g} s{self.last_words}") from None
+            raise WorkerLost(f"it was not ready within {self.limits.start:g} s{self.last_words}") from None
         if first is None:
-            raise PostLost(await self._post_mortem())
+            raise WorkerLost(await self._post_mortem())
         if "refused" in first.header:
-            raise self._error(first.header["refused"])
-        self.greeting = first.header
+            raise error(first.header["refused"])
+        self.greeting, self.status = first.header, first.header.get("status", {})
         self._tasks = [asyncio.create_task(self._listen()), asyncio.create_task(self._watch())]
 
     async def _listen(self) -> None:
         while (frame := await read_frame(self.post.reader)) is not None:
             self._heard = True
-            self._notice(frame)
+            self.status = frame.header.get("status", self.status)
             future = self._calls.get(frame.header.get("re", -1))
             if future is not None and not future.done():
                 future.set_result(frame)
-            elif self.lost is None:
-                self._hear(frame)
+            elif "event" in frame.header and not self.gone:
+                self._on_event(frame)
         self.lose(await self._post_mortem())
 
     async def _watch(self) -> None:
@@ -194,19 +207,15 @@ class Link:
         Slices, and not the clock: an event loop that was blocked is late for one slice, and does not take its own delay
         for that of the process.
         """
-        silent = 0
+        silent, pause = 0, self.limits.silence / _SLICES
         while True:
-            await asyncio.sleep(self.limits.silence / _SLICES)
+            await asyncio.sleep(pause)
             silent = 0 if self._heard else silent + 1
             self._heard = False
             if silent >= _SLICES:
                 self.lose(f"it gave no sign of life for {self.limits.silence:g} s")
-            elif why := self._stalled(self.limits.silence / _SLICES):
+            elif why := self._stalled(pause):
                 self.lose(why)
-
-    def _stalled(self, passed: float) -> str:
-        """What is wrong with a process that lives, `passed` seconds after the last look; nothing: it moves."""
-        return ""
 
     async def _post_mortem(self) -> str:
         """Why a process that closed the connection did so. Where nobody can say for a while, its machine is gone too:
@@ -217,6 +226,13 @@ class Link:
         await asyncio.wait({ended}, timeout=_INQUEST)
         how = ended.result() if ended.done() else f"it broke off the connection, and {self.post.where} does not answer"
         return f"{how}{self.last_words}"
+
+
+def _error_of(header: Mapping[str, Any]) -> KitaeError:
+    kind = getattr(errors, header["kind"], None)
+    if isinstance(kind, type) and issubclass(kind, KitaeError):
+        return kind(header["error"])
+    return CallFailed(header["error"])
 
 
 async def _result(future: "asyncio.Future[Frame]") -> Frame:

@@ -30,8 +30,8 @@ LIMIT = 120.0  # seconds that a process is held, at most
 POINTS: dict[str, tuple[tuple[str, str], ...]] = {
     "start": (
         ("kitae.trainer.parallel.rank_process", "_join"),
-        ("kitae.engines.process.engine_main", "Server.__init__"),
-        ("kitae.verifiers.pool_process", "_serve"),
+        ("kitae.engines.process.engine_main", "EngineWorker.__init__"),
+        ("kitae.verifiers.pool_process", "VerifierWorker.__init__"),
     ),
     "generate": (("kitae.engines.native.engine", "NativeEngine._append"),),
     "learn": (("kitae.trainer.trainable_model", "TrainableModel.forward_backward"),),

@@ -11,6 +11,7 @@ How long each took is printed (`-s`): to the next step that is new, and until wh
 
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -162,7 +163,7 @@ class Trial:
 
     def joined(self) -> int:
         """Engines that have taken the place of others."""
-        return self.command.printed().count("has joined")
+        return len(re.findall(r"\bengine \d+ has joined", self.command.printed()))
 
     # Holding.
 

@@ -46,17 +46,17 @@ class Traffic:
 @contextmanager
 def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Traffic]:
     found = Traffic()
-    read_frame, send, read = connection.read_frame, connection.Link.send, ColumnFiles._read
+    read_frame, send, read = connection.read_frame, connection.RemoteWorker.send, ColumnFiles._read
 
     async def heard(reader: asyncio.StreamReader) -> Frame | None:
         frame = await read_frame(reader)
-        if frame is not None and "tick" not in frame.header and "progress" not in frame.header:
+        if frame is not None and "tick" not in frame.header and "event" not in frame.header:
             found.bytes += len(pack_frame(frame.header, frame.arrays))
         return frame
 
-    def told(self: connection.Link, frame: bytes) -> None:
-        found.bytes += len(frame)
-        send(self, frame)
+    def told(self: connection.RemoteWorker, header: Any, arrays: Any = None) -> None:
+        found.bytes += len(pack_frame(header, arrays))
+        send(self, header, arrays)
 
     def looked(self: ColumnFiles, filed: Filed) -> Contents:
         found.reads += 1
@@ -64,7 +64,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Traffic]:
 
     with monkeypatch.context() as patched:
         patched.setattr(connection, "read_frame", heard)
-        patched.setattr(connection.Link, "send", told)
+        patched.setattr(connection.RemoteWorker, "send", told)
         patched.setattr(ColumnFiles, "_read", looked)
         yield found
 

@@ -16,6 +16,7 @@ import torch
 
 from kitae.engines.base import Completion, Request, SamplingParams, WeightUpdate
 from kitae.engines.config import EngineConfig
+from kitae.engines.engine_pool import EnginePool
 from kitae.engines.servers.server_client import Line
 from kitae.engines.servers.server_engine import ServerEngine
 from kitae.engines.servers.start_servers import start_servers
@@ -44,7 +45,7 @@ pytestmark = [
 class Trained:
     """A trainer whose weights move, and the engine that is to follow it."""
 
-    def __init__(self, policy: Policy, publisher: MemoryPublisher, engine: ServerEngine) -> None:
+    def __init__(self, policy: Policy, publisher: MemoryPublisher, engine: EnginePool) -> None:
         self.policy, self.publisher, self.engine = policy, publisher, engine
         self.version = 0
 
@@ -75,7 +76,7 @@ def ask(name: str, tokens: int = 20, prompt: tuple[int, ...] = PROMPT, seed: int
     return Request(name, prompt, SamplingParams(max_tokens=tokens), seed, share="prompt")
 
 
-async def everybody_has(engine: ServerEngine, requests: int, tokens: int) -> None:
+async def everybody_has(engine: EnginePool, requests: int, tokens: int) -> None:
     while len(found := engine.progress({})) < requests or min(len(p.tokens) for p in found.values()) < tokens:
         await asyncio.sleep(0.01)
 
@@ -206,12 +207,15 @@ def test_an_unknown_tensor_is_refused_before_it_is_sent(run: Callable[..., Any],
 
 def test_a_damaged_file_is_found_inside_the_server(run: Callable[..., Any], trained: Trained) -> None:
     async def body() -> None:
-        (peer,) = trained.engine.roster.peers
-        path = trained.engine.folder.current / "model.safetensors"
+        (engine,) = trained.engine.members
+        assert isinstance(engine, ServerEngine)
+        path = engine._folder.current / "model.safetensors"
         whole = path.read_bytes()
         for damage in (whole[:-5] + bytes([whole[-5] ^ 1]) + whole[-4:], whole[:-1000]):
             path.write_bytes(damage)
-            assert await peer.seat.dialect.load(peer.line, path.parent), "a tensor that is not what was written"
+            assert await engine.server.dialect.load(engine.server.line, path.parent), (
+                "a tensor that is not what was written"
+            )
         path.write_bytes(whole)
         assert trained.gap(await trained.engine.generate(ask("on"))) < EXACT, "nothing was loaded"
 
@@ -221,9 +225,9 @@ def test_a_damaged_file_is_found_inside_the_server(run: Callable[..., Any], trai
 def test_a_killed_engine_process_is_replaced(run: Callable[..., Any], trained: Trained) -> None:
     async def body() -> None:
         engine = trained.engine
-        (peer,) = engine.roster.peers
-        assert peer.program is not None
-        pids = family_of(peer.program._process.pid)
+        (member,) = engine.members
+        assert isinstance(member, ServerEngine) and member.server.program is not None
+        pids = family_of(member.server.program._process.pid)
         cores = [pid for pid in pids if b"EngineCore" in Path(f"/proc/{pid}/cmdline").read_bytes()]
         tasks = [asyncio.create_task(engine.generate(ask(f"{i}", LONG, PROMPT[:40], seed=i))) for i in range(4)]
         await everybody_has(engine, 4, 20)

@@ -1,9 +1,8 @@
-"""What travels between an engine's process and its owner: requests and sampled tokens in frames.
+"""What travels between an engine's process and its owner: requests and sampled tokens, as headers and arrays of frames.
 
-What was sampled travels as numbers, or as the place where it lies (`kitae.store.columns`).
+Sampled tokens travel as numbers, or as the place where they lie (`kitae.store.columns`).
 """
 
-from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,13 +12,15 @@ import numpy as np
 from kitae.engines.base import Request, Sampled, SamplingParams
 from kitae.store.columns import LazyColumn, Stretch, column_files, record_of, stretches_of
 from kitae.types import ExpertArray, Runs
-from kitae.workers.frames import Array, Frame, pack_frame
+from kitae.workers.frames import Array, Frame
+
+Wire = tuple[dict[str, Any], dict[str, Array]]  # header and arrays
 
 
-def pack_sampled(header: Mapping[str, Any], sampled: Sampled, experts: ExpertArray | None = None) -> bytes:
+def sampled_to_wire(sampled: Sampled, experts: ExpertArray | None = None) -> Wire:
     """Experts travel as numbers in any case."""
-    place, arrays = _parts(sampled)
-    return pack_frame({**header, **place}, arrays if experts is None else {**arrays, "experts": experts})
+    header, arrays = _parts(sampled)
+    return header, arrays if experts is None else {**arrays, "experts": experts}
 
 
 def kept(folder: Path, stretches: tuple[Stretch, ...], versions: Runs) -> Sampled:
@@ -27,13 +28,11 @@ def kept(folder: Path, stretches: tuple[Stretch, ...], versions: Runs) -> Sample
     return Sampled(*column_files(folder).lazy(stretches), versions)
 
 
-def pack_request(number: int, request: Request) -> bytes:
+def request_to_wire(request: Request) -> Wire:
     names = {"id": request.id, "share": request.share, "session": request.session}
-    header = {"generate": number, **names, "seed": request.seed, "sampling": asdict(request.sampling)}
-    header["experts_from"] = request.experts_from
-    place, arrays = _parts(request.prior)
-    arrays |= {} if request.prior_experts is None else {"experts": request.prior_experts}
-    return pack_frame({**header, **place}, {"prompt": np.asarray(request.prompt_tokens, np.int64), **arrays})
+    sampling = {"seed": request.seed, "sampling": asdict(request.sampling), "experts_from": request.experts_from}
+    place, arrays = sampled_to_wire(request.prior, request.prior_experts)
+    return {**names, **sampling, **place}, {"prompt": np.asarray(request.prompt_tokens, np.int64), **arrays}
 
 
 def sampled_of(frame: Frame) -> Sampled:
@@ -64,8 +63,7 @@ def request_of(frame: Frame) -> Request:
     )
 
 
-def _parts(sampled: Sampled) -> tuple[dict[str, Any], dict[str, Array]]:
-    """For the header and for the arrays of a frame."""
+def _parts(sampled: Sampled) -> Wire:
     if isinstance(sampled.tokens, LazyColumn):
         folder, stretches = str(sampled.tokens.files.folder), record_of(sampled.tokens.stretches)
         return {"folder": folder, "stretches": stretches, "versions": Runs.of(sampled.versions).runs}, {}

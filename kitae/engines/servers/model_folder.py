@@ -63,16 +63,15 @@ class WeightsFolder:
         self.packages.mkdir()
         (self.packages / "kitae").symlink_to(Path(__file__).parents[2])  # Kitae alone, not what lies beside it
 
-    @property
-    def repaired(self) -> int:
-        return self._receiver.repaired
-
-    def take(self, manifest: Manifest) -> None:
-        """Have `current` hold this version. `EngineError`: it does not fit, nothing was changed; `WeightsDamaged`: it
-        did not arrive whole. Several may ask for the same at a time."""
+    def take(self, manifest: Manifest) -> int:
+        """Have `current` hold this version; the number of buckets that had to be loaded twice for this. `EngineError`:
+        it does not fit, nothing was changed; `WeightsDamaged`: it did not arrive whole. Several may ask for the same at
+        a time."""
         with self._taking:
+            before = self._receiver.repaired
             if manifest != self._manifest:
                 self._take(manifest)
+            return self._receiver.repaired - before
 
     def _take(self, manifest: Manifest) -> None:
         damaged = self._receiver.fetch(manifest)

@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 
 from kitae.engines.base import Sampled
 from kitae.engines.requests_in_flight import Flight
-from kitae.engines.servers.dialect import Tidings, VersionSpan
-from kitae.engines.servers.server import Peer
+from kitae.engines.servers.dialect import StreamEvent, VersionSpan
 from kitae.engines.servers.server_client import LineLost
 
 
@@ -22,25 +21,24 @@ class Attempt:
 
     name: str
     flight: "Flight[Attempt]"
-    peer: Peer
     before: Sampled
     stamp: int
     told: int = 0
-    waiting: list[tuple[Tidings, int]] = field(default_factory=list)
+    waiting: list[tuple[StreamEvent, int]] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     cut: int | None = None
-    last: Tidings | None = None
+    last: StreamEvent | None = None
     cached: int = 0
     task: "asyncio.Task[None] | None" = None
 
-    def hear(self, news: Tidings) -> int:
-        """Note that it came; the version it counts as."""
+    def note(self, news: StreamEvent, version: int) -> int:
+        """That it came while the server serves `version`; the version it counts as."""
         if len(news.tokens) != len(news.logprobs):
-            raise LineLost(f"it must tell a log-prob for each token, got {len(news.tokens)} and {len(news.logprobs)}")
+            raise LineLost(f"it must send a log-prob for each token, got {len(news.tokens)} and {len(news.logprobs)}")
         self.told += len(news.tokens)
-        stamp, self.stamp = self.stamp, self.peer.version
+        stamp, self.stamp = self.stamp, version
         self.cached = max(self.cached, news.cached)
         if news.finish not in (None, "stop", "length", "abort"):
             raise LineLost(f"an answer must end with stop, length or abort, got {news.finish!r}")
@@ -48,7 +46,7 @@ class Attempt:
             self.last = news
         return stamp
 
-    def add(self, news: Tidings, version: int) -> None:
+    def add(self, news: StreamEvent, version: int) -> None:
         self.tokens += news.tokens
         self.logprobs += news.logprobs
         self.versions += [version] * len(news.tokens)
@@ -71,5 +69,5 @@ class Attempt:
         """The versions as the server knows them."""
         found = [span.version for span in spans for _ in range(span.start, span.end)]
         if len(found) < len(self.tokens):
-            raise LineLost(f"it must tell the version of each of {self.told} tokens, got {spans}")
+            raise LineLost(f"it must send the version of each of {self.told} tokens, got {spans}")
         self.versions = found[: len(self.tokens)]

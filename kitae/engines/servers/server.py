@@ -1,25 +1,17 @@
-"""One server, from the moment it can be reached to its end, and where servers come from.
-
-A *seat* is a place for a server: one that Kitae starts, and starts again when it is lost, or one that somebody runs at
-an address, which is gone for good then.
-"""
+"""One server of vLLM or SGLang, from the moment it can be reached to its end: started by Kitae, or by somebody else."""
 
 import asyncio
 import os
 import shlex
 import signal
 import socket
-from collections import Counter
-from collections.abc import Coroutine
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
 
 from kitae.engines.config import EngineConfig
 from kitae.engines.servers.dialect import Dialect, Launch
 from kitae.engines.servers.server_client import Line, LineLost, Refusal
 from kitae.errors import EngineError
-from kitae.workers.background_tasks import Chores
 from kitae.workers.connection import Deadlines
 from kitae.workers.die_with_parent import tethered
 from kitae.workers.process_status import describe, family_of
@@ -91,121 +83,70 @@ class Program:
             self._words = (self._words + chunk)[-_WORDS:]
 
 
-class Peer:
-    """A server that was greeted.
+class Server:
+    """A server that was greeted, the connection with it and, where Kitae has started it, its program. `end` it when
+    done. name: of this server alone: one in its place has another address."""
 
-    version: of the weights it serves. lost: why it is of no use any more. shut: what it tells waits, because it is
-    paused for us, or its weights are not known to be good. broken: weights did not reach it whole. turn: who pauses,
-    resumes, loads or probes. heard: something came from it since somebody looked.
-    """
-
-    def __init__(self, seat: "Seat", line: Line, program: Program | None) -> None:
-        self.seat = seat
+    def __init__(self, name: str, dialect: Dialect, line: Line, program: Program | None = None) -> None:
+        self.name = name
+        self.dialect = dialect
         self.line = line
         self.program = program
-        self.version = -1
-        self.lost: str | None = None
-        self.shut = True
-        self.broken = False
-        self.paused = False
-        self.heard = False
-        self.turn = asyncio.Lock()
-        self.sharing: Counter[str] = Counter()  # requests that it works on, by their share keys
-        self._chores = Chores()  # that use the line
 
     @property
-    def name(self) -> str:
-        """Of this server alone: another one at its seat has another address."""
-        return self.line.url if self.line.url == self.seat.name else f"{self.seat.name} at {self.line.url}"
-
-    def have(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
-        """Done, unless the server's end comes first."""
-        return self._chores.have(work)
+    def words(self) -> str:
+        """The end of what it wrote, as the end of a sentence, where that is known."""
+        return "" if self.program is None else self.program.words
 
     async def end(self) -> None:
-        await self._chores.end()
         await self.line.close()
         if self.program is not None:
             await self.program.end()
 
 
-class Seat(Protocol):
-    """lasting: a server that is lost can be replaced by another, which begins with the weights of the start.
-
-    `open` gives a server that answers, or raises `EngineError`.
-    """
-
-    name: str
-    lasting: bool
-    dialect: Dialect
-
-    async def open(self) -> Peer: ...
+async def open_given(dialect: Dialect, url: str, limits: Deadlines) -> Server:
+    """A server that somebody else runs; `EngineError` if it cannot be used."""
+    line = Line(url, limits.answer)
+    try:
+        await dialect.greet(line)
+    except (LineLost, Refusal) as error:
+        await line.close()
+        raise EngineError(f"the {dialect.kind} server at {line.url} cannot be used: {error}") from None
+    return Server(line.url, dialect, line)
 
 
-class GivenSeat:
-    """Implements `Seat` for a server that somebody else runs: `GivenSeat(SGLang(), "http://node7:30000", limits)`."""
+async def open_started(dialect: Dialect, launch: Launch, config: EngineConfig, limits: Deadlines, name: str) -> Server:
+    """A server that Kitae starts on this machine; `EngineError` if it does not come up."""
+    port = _free_port()
+    command = shlex.split(launch.program) + dialect.command(launch, config, port)
+    program = await Program.start(command, dialect.environment(launch, config))
+    line = Line(f"http://127.0.0.1:{port}", limits.answer)
+    try:
+        await _until_ready(program, line, dialect, limits)
+        await dialect.greet(line)
+        program.note_memory()
+    except BaseException as error:
+        await line.close()
+        await program.end()
+        if isinstance(error, LineLost | Refusal):
+            what = f"the {dialect.kind} server that was started cannot be used: {error}"
+            raise EngineError(what + program.words) from None
+        raise
+    return Server(f"{name} at {line.url}", dialect, line, program)
 
-    lasting = False
 
-    def __init__(self, dialect: Dialect, url: str, limits: Deadlines) -> None:
-        self.name = url.rstrip("/")
-        self.dialect = dialect
-        self._limits = limits
-
-    async def open(self) -> Peer:
-        line = Line(self.name, self._limits.answer)
+async def _until_ready(program: Program, line: Line, dialect: Dialect, limits: Deadlines) -> None:
+    for _ in range(int(limits.start / _LOOK)):
+        if program.ended:
+            raise EngineError(
+                f"the {dialect.kind} server ended before it was ready: {await program.wait()}{program.words}"
+            )
         try:
-            await self.dialect.greet(line)
-        except (LineLost, Refusal) as error:
-            await line.close()
-            raise EngineError(f"the {self.dialect.kind} server at {self.name} cannot be used: {error}") from None
-        return Peer(self, line, None)
-
-
-class StartedSeat:
-    """Implements `Seat` for a server that Kitae starts on this machine."""
-
-    lasting = True
-
-    def __init__(self, dialect: Dialect, launch: Launch, config: EngineConfig, limits: Deadlines, name: str) -> None:
-        self.name = name
-        self.dialect = dialect
-        self._launch = launch
-        self._config = config
-        self._limits = limits
-
-    async def open(self) -> Peer:
-        port = _free_port()
-        command = shlex.split(self._launch.program) + self.dialect.command(self._launch, self._config, port)
-        program = await Program.start(command, self.dialect.environment(self._launch, self._config))
-        line = Line(f"http://127.0.0.1:{port}", self._limits.answer)
-        try:
-            await self._until_ready(program, line)
-            await self.dialect.greet(line)
-            program.note_memory()
-        except BaseException as error:
-            await line.close()
-            await program.end()
-            if isinstance(error, LineLost | Refusal):
-                what = f"the {self.dialect.kind} server that was started cannot be used: {error}"
-                raise EngineError(what + program.words) from None
-            raise
-        return Peer(self, line, program)
-
-    async def _until_ready(self, program: Program, line: Line) -> None:
-        for _ in range(int(self._limits.start / _LOOK)):
-            if program.ended:
-                raise EngineError(
-                    f"the {self.dialect.kind} server ended before it was ready: {await program.wait()}{program.words}"
-                )
-            try:
-                await line.get(self.dialect.alive)
-                return
-            except (LineLost, Refusal):
-                await asyncio.sleep(_LOOK)
-        raise EngineError(
-            f"the {self.dialect.kind} server must be ready within {self._limits.start:g} s{program.words}"
-        )
+            await line.get(dialect.alive)
+            return
+        except (LineLost, Refusal):
+            await asyncio.sleep(_LOOK)
+    raise EngineError(f"the {dialect.kind} server must be ready within {limits.start:g} s{program.words}")
 
 
 def _mapped(pid: int) -> set[Path]:

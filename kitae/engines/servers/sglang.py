@@ -10,7 +10,7 @@ from typing import Any
 
 from kitae.engines.base import Request, SamplingParams
 from kitae.engines.config import EngineConfig
-from kitae.engines.servers.dialect import Launch, Tidings, read_spans, read_version, spell
+from kitae.engines.servers.dialect import Launch, StreamEvent, read_spans, read_version, spell
 from kitae.engines.servers.server_client import Json, Line, LineLost, Refusal
 
 _GENERATE = "/generate"
@@ -65,7 +65,7 @@ class SGLang:
             "cache_salt": f"version {version}",
         }
 
-    def news(self, event: Json, known: int) -> Tidings:
+    def news(self, event: Json, known: int) -> StreamEvent:
         """A server tells all tokens so far each time, or those that are new: `completion_tokens` says how many."""
         meta = event["meta_info"]
         new = int(meta["completion_tokens"]) - known
@@ -74,8 +74,10 @@ class SGLang:
         logprobs = tuple(float(each[0]) for each in told[-new:]) if new else ()
         finish = (meta.get("finish_reason") or {}).get("type")
         if finish is None:
-            return Tidings(tokens, logprobs)
-        return Tidings(tokens, logprobs, finish, read_spans(meta.get("weight_versions")), int(meta["cached_tokens"]))
+            return StreamEvent(tokens, logprobs)
+        return StreamEvent(
+            tokens, logprobs, finish, read_spans(meta.get("weight_versions")), int(meta["cached_tokens"])
+        )
 
     async def greet(self, line: Line) -> None:
         told = await line.get("/model_info")

@@ -16,7 +16,7 @@ from typing import Any
 
 from kitae.engines.base import Request, SamplingParams
 from kitae.engines.config import EngineConfig
-from kitae.engines.servers.dialect import Launch, Tidings, read_spans, read_version, spell
+from kitae.engines.servers.dialect import Launch, StreamEvent, read_spans, read_version, spell
 from kitae.engines.servers.server_client import Json, Line, LineLost, Refusal
 
 _GENERATE = "/inference/v1/generate"
@@ -93,15 +93,15 @@ class VLLM:
             "cache_salt": f"version {version}",
         }
 
-    def news(self, event: Json, known: int) -> Tidings:
+    def news(self, event: Json, known: int) -> StreamEvent:
         if not event["choices"]:
             details = (event.get("usage") or {}).get("prompt_tokens_details") or {}
-            return Tidings(cached=details.get("cached_tokens") or 0)
+            return StreamEvent(cached=details.get("cached_tokens") or 0)
         (choice,) = event["choices"]
         content = (choice["logprobs"] or {"content": []})["content"]
         tokens = tuple(choice["token_ids"] or ())
         logprobs = tuple(float(told["logprob"]) for told in content)
-        return Tidings(tokens, logprobs, choice["finish_reason"], read_spans(choice["weight_versions"]))
+        return StreamEvent(tokens, logprobs, choice["finish_reason"], read_spans(choice["weight_versions"]))
 
     async def greet(self, line: Line) -> None:
         try:

@@ -17,10 +17,9 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import TCPStore
 
-import kitae.errors as errors
 from kitae.config.root import Root
 from kitae.data.packing import pack
-from kitae.errors import KitaeError, TrainerError, TrainerLost, root_cause
+from kitae.errors import KitaeError, TrainerError, TrainerLost, WorkerLost, root_cause
 from kitae.observe.meter import Totals
 from kitae.trainer.base import Batch, Column, OutsideTeacher
 from kitae.trainer.forward import split_rows, token_budget
@@ -30,7 +29,7 @@ from kitae.types import Sample, SampleKey
 from kitae.weights.base import Address, Manifest, Mode
 from kitae.weights.published_version import ReadWriteLock, WeightStore
 from kitae.workers.base import Cluster, Duty
-from kitae.workers.connection import Deadlines, Link, PostLost
+from kitae.workers.connection import CallFailed, Deadlines, RemoteWorker
 from kitae.workers.frames import Array, Frame
 
 POOL = "trainer"
@@ -65,7 +64,7 @@ class RankedTrainer:
         self._threads = threads
         self._limits = limits
         self._peers = c.tensor * c.sequence
-        self._links: list[Link] = []
+        self._ranks: list[RemoteWorker] = []
         self._turn, self._saving = asyncio.Lock(), asyncio.Lock()
         self._weight_store: RankWeightStore | None = None
         self.updates = 0
@@ -90,22 +89,22 @@ class RankedTrainer:
                 if not task.cancelled() and task.exception() is None:
                     await task.result().end()
             cause = root_cause(problem)
-            if isinstance(cause, PostLost):
+            if isinstance(cause, WorkerLost):
                 raise TrainerLost(f"a rank of the trainer could not start: {cause}") from None
             raise cause from None
-        self._links = [task.result() for task in starting]
-        self.updates = self._links[0].greeting["updates"]
+        self._ranks = [task.result() for task in starting]
+        self.updates = self._ranks[0].greeting["updates"]
 
-    async def _start_rank(self, setup: Mapping[str, Any]) -> Link:
+    async def _start_rank(self, setup: Mapping[str, Any]) -> RemoteWorker:
         name = f"rank {setup['rank']} of the trainer"
         environment = {} if self._cluster.remote else {"GLOO_SOCKET_IFNAME": "lo"}
         duty = Duty(name, self._module, setup, POOL, self._threads, environment=environment)
-        return await Link.start(self._cluster, duty, self._limits, TrainerError)
+        return await RemoteWorker.start(self._cluster, duty, self._limits, TrainerError)
 
     @property
     def pids(self) -> list[int]:
         """Of the ranks."""
-        return [link.pid for link in self._links]
+        return [rank.pid for rank in self._ranks]
 
     # What the driver asks.
 
@@ -165,8 +164,8 @@ class RankedTrainer:
         """The ranks compute again as soon as they have copied their state."""
         async with self._saving:
             await self._first("begin_save", folder=str(folder.absolute()))
-            links = list(self._links)
-            await self._gather(links, [asyncio.create_task(_ask(link, "end_save", {}, {})) for link in links])
+            ranks = list(self._ranks)
+            await self._gather(ranks, [asyncio.create_task(rank.call("end_save")) for rank in ranks])
 
     async def load(self, folder: Path) -> None:
         self.updates = (await self._first("load", folder=str(folder.absolute()))).header["updates"]
@@ -180,22 +179,22 @@ class RankedTrainer:
     async def close(self) -> None:
         if self._teacher is not None:
             await self._teacher.close()
-        links, self._links = self._links, []
-        if any(link.lost is not None for link in links) or self._turn.locked():
-            await asyncio.gather(*(link.end() for link in links))
+        ranks, self._ranks = self._ranks, []
+        if any(rank.gone for rank in ranks) or self._turn.locked():
+            await asyncio.gather(*(rank.end() for rank in ranks))
         else:
-            await asyncio.gather(*(link.close() for link in links))
+            await asyncio.gather(*(rank.close() for rank in ranks))
 
     # How it is asked.
 
     @property
     def _data(self) -> int:
         """Ranks, or groups of them, with rows of their own."""
-        return len(self._links) // self._peers
+        return len(self._ranks) // self._peers
 
     def _pack(self, samples: Sequence[Sample]) -> list[list[Sample]]:
         """The samples of each row; as many rows as there are ranks with their own, or a multiple of that."""
-        t, greeting = self._config.training, self._links[0].greeting
+        t, greeting = self._config.training, self._ranks[0].greeting
         device, dtype = torch.device(greeting["device"]), getattr(torch, greeting["dtype"])
         return pack(samples, token_budget(t, device, dtype), not self._config.model.plain, multiple=self._data)
 
@@ -204,17 +203,17 @@ class RankedTrainer:
     ) -> list[Frame]:
         """Each group of peers has every so-manieth row; the answers of the groups."""
         wired = [samples_to_wire(rows[place :: self._data], observed) for place in range(self._data)]
-        calls = [wired[number // self._peers] for number in range(len(self._links))]
+        calls = [wired[number // self._peers] for number in range(len(self._ranks))]
         found = await self._all(op, [({**header, **fields}, arrays) for header, arrays in calls])
         return found[:: self._peers]
 
     async def _first(self, op: str, **fields: Any) -> Frame:
         """The answer of the first rank, when all have answered."""
-        return (await self._all(op, [(fields, {})] * len(self._links)))[0]
+        return (await self._all(op, [(fields, {})] * len(self._ranks)))[0]
 
     async def _all(self, op: str, calls: Sequence[tuple[Mapping[str, Any], Mapping[str, Array]]]) -> list[Frame]:
         """Ask all ranks, one question at a time. Where one fails, the others wait for it in vain: all are ended."""
-        if not self._links:
+        if not self._ranks:
             raise TrainerError("the trainer is closed")
         asking = asyncio.create_task(self._exchange(op, calls))
         asking.add_done_callback(lambda task: task.cancelled() or task.exception())  # seen, if by nobody else
@@ -222,14 +221,14 @@ class RankedTrainer:
 
     async def _exchange(self, op: str, calls: Sequence[tuple[Mapping[str, Any], Mapping[str, Array]]]) -> list[Frame]:
         async with self._turn:
-            links = list(self._links)
+            ranks = list(self._ranks)
             asked = [
-                asyncio.create_task(_ask(link, op, fields, arrays))
-                for link, (fields, arrays) in zip(links, calls, strict=True)
+                asyncio.create_task(rank.call(op, arrays, **fields))
+                for rank, (fields, arrays) in zip(ranks, calls, strict=True)
             ]
-            return await self._gather(links, asked)
+            return await self._gather(ranks, asked)
 
-    async def _gather(self, links: Sequence[Link], asked: "Sequence[asyncio.Task[Frame]]") -> list[Frame]:
+    async def _gather(self, ranks: Sequence[RemoteWorker], asked: "Sequence[asyncio.Task[Frame]]") -> list[Frame]:
         done, waiting = await asyncio.wait(asked, return_when=asyncio.FIRST_EXCEPTION)
         if all(task.exception() is None for task in done):
             return [task.result() for task in asked]
@@ -238,8 +237,8 @@ class RankedTrainer:
         for task in asked:
             task.cancel()
         await asyncio.gather(*asked, return_exceptions=True)
-        error = _worst(links, asked)
-        await asyncio.gather(*(link.end() for link in links))
+        error = _worst(ranks, asked)
+        await asyncio.gather(*(rank.end() for rank in ranks))
         raise error
 
 
@@ -264,30 +263,17 @@ class RankWeightStore:
             yield
 
 
-class _Refused(Exception):
-    """A rank answered with an error."""
-
-
-async def _ask(link: Link, op: str, fields: Mapping[str, Any], arrays: Mapping[str, Array]) -> Frame:
-    reply = await link.ask(op, arrays, **fields)
-    if "error" in reply.header:
-        kind = getattr(errors, reply.header["kind"], None)
-        text = reply.header["error"]
-        raise kind(text) if isinstance(kind, type) and issubclass(kind, KitaeError) else _Refused(text)
-    return reply
-
-
-def _worst(links: Sequence[Link], asked: "Sequence[asyncio.Task[Frame]]") -> KitaeError:
+def _worst(ranks: Sequence[RemoteWorker], asked: "Sequence[asyncio.Task[Frame]]") -> KitaeError:
     """What went wrong first, of all that followed from it: an error of the run, a lost rank, or a failed one."""
     found = {n: task.exception() for n, task in enumerate(asked) if task.done() and not task.cancelled()}
     for error in found.values():
-        if isinstance(error, KitaeError):
+        if isinstance(error, KitaeError) and not isinstance(error, WorkerLost | CallFailed):
             return error
     for number, error in found.items():
-        if isinstance(error, PostLost):
-            return TrainerLost(f"rank {number} of the trainer was lost: {links[number].obituary}")
+        if isinstance(error, WorkerLost):
+            return TrainerLost(f"rank {number} of the trainer was lost: {error}")
     number, error = next((n, e) for n, e in found.items() if e is not None)
-    return TrainerLost(f"rank {number} of the trainer failed: {error}{links[number].last_words}")
+    return TrainerLost(f"rank {number} of the trainer failed: {error}{ranks[number].last_words}")
 
 
 def _totals(reply: Frame) -> Totals:

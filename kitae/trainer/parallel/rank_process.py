@@ -6,20 +6,18 @@ waiting for it: the driver ends them all.
 """
 
 import asyncio
-import os
 import socket
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kitae.errors import KitaeError
 from kitae.kernels.allocation import gc_frozen
 from kitae.trainer.parallel.rank_frames import Arrays, Header, conditions_of, totals_to_wire
 from kitae.trainer.sample_wire import samples_of_wire
-from kitae.workers.frames import Frame, pack_frame, read_frame
+from kitae.workers.frames import Frame
+from kitae.workers.serve import Call, Reply, Send, Served, serve
 
 if TYPE_CHECKING:
     from kitae.config.root import Root
@@ -28,14 +26,11 @@ if TYPE_CHECKING:
     from kitae.trainer.training_worker import Worker
     from kitae.weights.transports import OwnPublisher
 
-_TICK = 0.25  # seconds
 _PATIENCE = timedelta(minutes=30)  # of a collective operation: the slowest rank may be loading a model
-
-Reply = tuple[Header, Arrays]
 
 
 def main(setup: dict[str, Any], stream: socket.socket) -> None:
-    """Of a run of reinforcement learning, at a post (`kitae.workers.worker_main`)."""
+    """Of a run of reinforcement learning, in a worker process (`kitae.workers.worker_main`)."""
 
     def make(config: "Root", mesh: "Mesh") -> "Worker":
         from kitae.config.root import reinforcement
@@ -48,15 +43,12 @@ def main(setup: dict[str, Any], stream: socket.socket) -> None:
 
 def run_rank(setup: dict[str, Any], stream: socket.socket, make: "Callable[[Root, Mesh], Worker]") -> None:
     """make: what this rank has of the models, once it has met the others."""
-    try:
-        own = stream.getsockname()
-        rank = Rank(_join(setup, make), setup["rank"], own[0] if isinstance(own, tuple) else "")
-    except KitaeError as error:
-        stream.sendall(pack_frame({"refused": str(error)}))
-        return
-    with gc_frozen():
-        asyncio.run(_serve(rank, stream))
-    os._exit(0)  # a clean exit of all that is loaded takes a second
+    own = stream.getsockname()
+
+    async def rank(send: Send) -> Rank:
+        return Rank(_join(setup, make), setup["rank"], own[0] if isinstance(own, tuple) else "")
+
+    serve(stream, rank, gc_frozen)
 
 
 def _join(setup: dict[str, Any], make: "Callable[[Root, Mesh], Worker]") -> "Worker":
@@ -90,38 +82,7 @@ def _join(setup: dict[str, Any], make: "Callable[[Root, Mesh], Worker]") -> "Wor
     return make(config, mesh)
 
 
-async def _serve(rank: "Rank", stream: socket.socket) -> None:
-    reader, writer = await asyncio.open_connection(sock=stream)
-    writer.write(pack_frame({"ready": True, **rank.facts()}))
-    ticks = asyncio.create_task(_tick(writer))
-    compute, beside = ThreadPoolExecutor(1, "kitae-trainer"), ThreadPoolExecutor(1, "kitae-trainer-saves")
-
-    async def answer(frame: Frame, where: ThreadPoolExecutor) -> None:
-        header, arrays = await asyncio.get_running_loop().run_in_executor(where, rank.answer, frame)
-        writer.write(pack_frame({"re": frame.header["call"], **header}, arrays))
-
-    saving: set[asyncio.Task[None]] = set()
-    with suppress(ConnectionError):
-        while (frame := await read_frame(reader)) is not None and frame.header["op"] != "close":
-            if frame.header["op"] == "end_save":  # the files are written while the next step is computed
-                saving.add(asyncio.create_task(answer(frame, beside)))
-            else:
-                await answer(frame, compute)
-    ticks.cancel()
-    rank.close()
-    if frame is not None:
-        writer.write(pack_frame({"re": frame.header["call"]}))
-        with suppress(ConnectionError):
-            await writer.drain()
-
-
-async def _tick(writer: asyncio.StreamWriter) -> None:
-    while True:
-        await asyncio.sleep(_TICK)
-        writer.write(pack_frame({"tick": True}))
-
-
-class Rank:
+class Rank(Served):
     """What the driver may ask of a worker: an operation for each call of `kitae.trainer.base.Trainer`."""
 
     def __init__(self, worker: "Worker", number: int, host: str) -> None:
@@ -134,40 +95,32 @@ class Rank:
         self._publisher: OwnPublisher | None = None
         self._saving: Callable[[], None] = lambda: None
         self._threads = torch.get_num_threads()  # a thread begins with as many as there are cores
-        self._operations: dict[str, Callable[[Header, Arrays], Reply]] = {
-            "annotate": self._annotate,
-            "forward_backward": self._forward_backward,
-            "optim_step": self._optim_step,
-            "finish_step": self._finish_step,
-            "open_weight_store": self._open_weight_store,
-            "publish": self._publish,
-            "probe": self._probe,
-            "begin_save": self._begin_save,
-            "end_save": self._end_save,
-            "load": self._load,
-            "export": self._export,
-        }
-
-    def facts(self) -> Header:
-        policy = self.worker.policy
+        policy = worker.policy
         dtype = str(policy.dtype).removeprefix("torch.")
-        return {"device": policy.device.type, "dtype": dtype, "updates": self.worker.updates}
+        self.greeting = {"device": policy.device.type, "dtype": dtype, "updates": worker.updates}
+        self._computing = ThreadPoolExecutor(1, "kitae-trainer")
+        self._writing = ThreadPoolExecutor(1, "kitae-trainer-saves")
+        operations = (
+            self._annotate, self._forward_backward, self._optim_step, self._finish_step, self._open_weight_store,
+            self._publish, self._probe, self._begin_save, self._load, self._export,
+        )  # fmt: skip
+        self.ordered = {each.__name__[1:]: self._in_thread(each, self._computing) for each in operations}
+        self.concurrent = {"end_save": self._in_thread(self._end_save, self._writing)}  # beside the next step
 
-    def answer(self, frame: Frame) -> Reply:
-        """In a thread."""
-        import torch
+    def _in_thread(self, operation: Callable[[Header, Arrays], Reply], threads: ThreadPoolExecutor) -> Call:
+        def compute(frame: Frame) -> Reply:
+            import torch
 
-        if torch.get_num_threads() != self._threads:
-            torch.set_num_threads(self._threads)
-        operation = self._operations[frame.header["op"]]
-        try:
+            if torch.get_num_threads() != self._threads:
+                torch.set_num_threads(self._threads)
             return operation(frame.header, dict(frame.arrays))
-        except KitaeError as error:
-            return {"error": str(error), "kind": type(error).__name__}, {}
-        except Exception as error:
-            return {"error": f"{type(error).__name__}: {error}", "kind": ""}, {}
 
-    def close(self) -> None:
+        async def call(frame: Frame) -> Reply:
+            return await asyncio.get_running_loop().run_in_executor(threads, compute, frame)
+
+        return call
+
+    async def close(self) -> None:
         if self._publisher is not None:
             self._publisher.close()
 

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from kitae.engines.base import Completion, Engine, EngineStats, Request, Sampled, SamplingParams, WeightUpdate
 from kitae.engines.config import EngineConfig
+from kitae.engines.engine_pool import EnginePool
 from kitae.engines.fake import FakeEngine, Pace
-from kitae.engines.fleet import Fleet
 from kitae.engines.native.engine import NativeEngine
 from kitae.engines.process.process_engine import ProcessEngine
 from kitae.engines.servers.start_servers import start_servers
@@ -38,9 +38,9 @@ pytestmark = pytest.mark.usefixtures("warm_posts")
 CONFIG = EngineConfig(memory_gb=0.02, speculation=False)  # answers that are long enough to be met on their way
 OWN_WEIGHTS = [
     "process",
-    pytest.param("fleet of processes", marks=pytest.mark.slow),
+    pytest.param("pool of processes", marks=pytest.mark.slow),
     "fake with weights",
-    "fleet of fakes",
+    "pool of fakes",
     "vllm",
     "sglang",
 ]
@@ -84,11 +84,11 @@ class Subject:
             self._engine = await self._served()
         else:
             self.publisher = self.publisher or MemoryPublisher("delta")
-            self.size = 2 if self.kind.startswith("fleet") else 1
+            self.size = 2 if self.kind.startswith("pool") else 1
             make = self._process if "process" in self.kind else self._receiving
             engines = [make(self.publisher) for _ in range(self.size)]
-            self._engine = Fleet(engines) if self.size > 1 else engines[0]
             await asyncio.gather(*(e.start() for e in engines if isinstance(e, ProcessEngine)))
+            self._engine = EnginePool.of(engines) if "pool" in self.kind else engines[0]
 
     async def close(self) -> None:
         if self._engine is not None:

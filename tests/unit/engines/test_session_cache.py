@@ -12,8 +12,8 @@ from test_native_engine import make_engine, pages_gb
 
 from kitae.engines.base import Completion, Request, SamplingParams, WeightUpdate
 from kitae.engines.config import EngineConfig
+from kitae.engines.engine_pool import EnginePool
 from kitae.engines.fake import FakeEngine
-from kitae.engines.fleet import Fleet
 from kitae.engines.native.engine import NativeEngine
 from kitae.models.policy import Policy
 from kitae.models.tiny import ARCHITECTURES
@@ -125,11 +125,11 @@ def test_new_weights_forget_sessions_where_all_is_computed_again(recompute: bool
 def test_a_fleet_sends_a_thread_where_it_was() -> None:
     async def run() -> None:
         homes = list[str]()
-        fleet = Fleet([FakeEngine(lambda r, i=i: homes.append(f"{r.session}{i}") or [1]) for i in range(3)])
+        pool = EnginePool.of([FakeEngine(lambda r, i=i: homes.append(f"{r.session}{i}") or [1]) for i in range(3)])
         asked = [Request(f"{n}/{t}", (1,), SamplingParams(max_tokens=1), 0, session=t) for n in range(4) for t in "abc"]
-        await asyncio.gather(*(fleet.generate(r) for r in asked[:3]))
+        await asyncio.gather(*(pool.generate(r) for r in asked[:3]))
         for request in asked[3:]:
-            await fleet.generate(request)
+            await pool.generate(request)
         assert len(set(homes)) == 3
 
     asyncio.run(run())

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kitae.engines.config import EngineConfig
-from kitae.engines.fleet import Fleet
+from kitae.engines.engine_pool import EnginePool
 from kitae.engines.native.engine import NativeEngine
 from kitae.engines.process.process_engine import ProcessEngine
 from kitae.engines.start_engine import KINDS, EngineOrder, share_cores, start_engine
@@ -65,8 +65,8 @@ def test_processes_share_one_board(model: ModelConfig) -> None:
     async def body() -> None:
         publisher = MemoryPublisher()
         engine = await start_engine(EngineOrder(model, config, 3, weight_store=publisher))
-        assert isinstance(engine, Fleet)
-        for each in engine.engines:
+        assert isinstance(engine, EnginePool)
+        for each in engine.members:
             assert isinstance(each, ProcessEngine) and each._weight_store is publisher
         assert [probe.version for probe in await engine.probe()] == [3, 3]
         await engine.close()

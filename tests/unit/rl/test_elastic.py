@@ -1,7 +1,8 @@
-"""A fleet is kept at the number of engines that is wanted, and nobody serves weights that were not checked."""
+"""A pool is kept at the number of engines that is wanted, and nobody serves weights that were not checked."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,10 @@ import pytest
 
 from kitae.clock import VirtualLoop
 from kitae.engines.base import Capabilities, Completion, Request, SamplingParams, WeightUpdate
+from kitae.engines.engine_pool import EnginePool
 from kitae.engines.fake import FakeEngine, Pace
-from kitae.engines.fleet import Fleet
 from kitae.errors import EngineError, EngineLost, StoreError
-from kitae.rl.elastic import Elastic
+from kitae.rl.elastic import resized
 from kitae.rl.weight_sync import WeightSync
 from kitae.store.engine_count import ask_for, asked_for
 from kitae.weights.base import Manifest
@@ -69,25 +70,32 @@ class Site:
 
     def __init__(self, folder: Path, places: int = 10) -> None:
         self.folder, self.places, self.off = folder, places, 0.0
-        self.made = [Scored()]
+        self.made: list[Scored] = []
         self.said: list[str] = []
-        self.fleet = Fleet(self.made, patience=100)
+        self.pool = EnginePool(self.start, 1, patience=100)
         self.source = Source()
-        self.weights = WeightSync(self.source, self.fleet, recompute=False, tolerance=0.1)
+        self.weights = WeightSync(self.source, self.pool, recompute=False, tolerance=0.1)
+
+    @asynccontextmanager
+    async def running(self, version: int, wanted: int = 1) -> AsyncIterator[None]:
+        """With one engine at first, which serves this version."""
+        await self.pool.start()
+        await self.weights.hand_over(version)
+        async with resized(self.pool, self.weights, self.folder, wanted, self.said.append):
+            yield
+        await self.pool.close()
 
     async def start(self, number: int) -> Scored:
-        await asyncio.sleep(5)
+        if self.made:
+            await asyncio.sleep(5)
         if sum(not (e.closed or e.dead) for e in self.made) >= self.places:
             raise EngineError("no machine has 1 GPUs")
         self.made.append(Scored(self.off))
         return self.made[-1]
 
-    def elastic(self, wanted: int = 1) -> Elastic:
-        return Elastic(self.fleet, self.weights, self.start, self.folder, wanted, self.said.append)
-
     def ask(self, count: int) -> "list[asyncio.Task[Completion]]":
         asked = [Request(str(i), (1, 2), SamplingParams(max_tokens=60), seed=i) for i in range(count)]
-        return [asyncio.create_task(self.fleet.generate(r)) for r in asked]
+        return [asyncio.create_task(self.pool.generate(r)) for r in asked]
 
 
 def virtual(body: Callable[[], Any]) -> Any:
@@ -98,16 +106,15 @@ def virtual(body: Callable[[], Any]) -> Any:
 def test_from_one_to_three_to_one_by_a_file(tmp_path: Path) -> None:
     async def body() -> None:
         site = Site(tmp_path)
-        await site.weights.hand_over(4)
-        async with site.elastic():
+        async with site.running(4):
             tasks = site.ask(6)
             await asyncio.sleep(3)
             ask_for(tmp_path, 3)
             site.source.version = 5  # the trainer has gone on, and nobody was handed that
             await asyncio.sleep(8)
-            assert len(site.fleet.engines) == 3 and [e.served for e in site.made] == [4, 4, 4]
+            assert len(site.pool.members) == 3 and [e.served for e in site.made] == [4, 4, 4]
             more = [
-                asyncio.create_task(site.fleet.generate(Request(f"m{i}", (1,), SamplingParams(max_tokens=9), 1)))
+                asyncio.create_task(site.pool.generate(Request(f"m{i}", (1,), SamplingParams(max_tokens=9), 1)))
                 for i in range(6)
             ]
             await asyncio.sleep(2)
@@ -116,7 +123,7 @@ def test_from_one_to_three_to_one_by_a_file(tmp_path: Path) -> None:
             assert [e.served for e in site.made] == [5, 5, 5]
             ask_for(tmp_path, 1)
             await asyncio.sleep(3)
-            assert site.fleet.engines == (site.made[0],) and [e.closed for e in site.made] == [False, True, True]
+            assert site.pool.members == (site.made[0],) and [e.closed for e in site.made] == [False, True, True]
             assert {len((await t).tokens) for t in more} == {9} and {len((await t).tokens) for t in tasks} == {60}
         assert [e.served_first for e in site.made] == [4, 4, 4]
         assert sum("has joined" in line for line in site.said) == 2 and site.said[-1].startswith(
@@ -129,20 +136,19 @@ def test_from_one_to_three_to_one_by_a_file(tmp_path: Path) -> None:
 def test_a_lost_engine_is_replaced_and_without_a_place_the_run_goes_on(tmp_path: Path) -> None:
     async def body() -> None:
         site = Site(tmp_path, places=2)
-        await site.weights.hand_over(1)
-        async with site.elastic(2) as elastic:
+        async with site.running(1, 2):
             await asyncio.sleep(8)
-            assert len(site.fleet.engines) == 2
+            assert len(site.pool.members) == 2
             tasks = site.ask(4)
             await asyncio.sleep(3)
             site.places = 1
             await site.made[0].die()
             await asyncio.sleep(70)
-            assert len(site.fleet.engines) == 1 and elastic.refused == 2, "tried again after 30 s"
+            assert len(site.pool.members) == 1 and site.pool.refused == 2, "tried again after 30 s"
             assert sum("goes on with 1 of 2, and tries again every 30 s: no machine has" in s for s in site.said) == 1
             site.places = 2
             await asyncio.sleep(40)
-            assert len(site.fleet.engines) == 2 and site.fleet.stats().restarts == 1
+            assert len(site.pool.members) == 2 and site.pool.stats().restarts == 1
             assert {len((await t).tokens) for t in tasks} == {60}
 
     virtual(body)
@@ -151,8 +157,7 @@ def test_a_lost_engine_is_replaced_and_without_a_place_the_run_goes_on(tmp_path:
 def test_who_loses_all_engines_gets_new_ones(tmp_path: Path) -> None:
     async def body() -> None:
         site = Site(tmp_path)
-        await site.weights.hand_over(1)
-        async with site.elastic(1):
+        async with site.running(1, 1):
             tasks = site.ask(3)
             await asyncio.sleep(3)
             await site.made[0].die()
@@ -165,15 +170,14 @@ def test_who_loses_all_engines_gets_new_ones(tmp_path: Path) -> None:
 def test_who_serves_other_weights_does_not_join(tmp_path: Path) -> None:
     async def body() -> None:
         site = Site(tmp_path)
-        await site.weights.hand_over(3)
-        site.off = 1.0
-        async with site.elastic(2) as elastic:
+        async with site.running(3, 2):
+            site.off = 1.0
             await asyncio.sleep(8)
-            assert len(site.fleet.engines) == 1 and site.made[1].closed and site.made[1].served_first == -1
-            assert elastic.refused == 1 and "an engine may not join: the engine must serve version 3" in site.said[0]
+            assert len(site.pool.members) == 1 and site.made[1].closed and site.made[1].served_first == -1
+            assert site.pool.refused == 1 and "an engine may not join: the engine must serve version 3" in site.said[0]
             site.off = 0.0
             await asyncio.sleep(60)
-            assert len(site.fleet.engines) == 2
+            assert len(site.pool.members) == 2
 
     virtual(body)
 
@@ -181,11 +185,18 @@ def test_who_serves_other_weights_does_not_join(tmp_path: Path) -> None:
 def test_one_that_starts_when_the_run_ends_is_closed(tmp_path: Path) -> None:
     async def body() -> None:
         site = Site(tmp_path)
-        async with site.elastic(3):
+        async with site.running(0, 3):
             await asyncio.sleep(4)
         await asyncio.sleep(10)
         assert len(site.made) == 1
-        async with site.elastic(3):
+
+    virtual(body)
+
+
+def test_one_that_starts_when_it_is_not_wanted_any_more_is_closed(tmp_path: Path) -> None:
+    async def body() -> None:
+        site = Site(tmp_path)
+        async with site.running(0, 3):
             await asyncio.sleep(3)
             ask_for(tmp_path, 1)
             await asyncio.sleep(10)

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from kitae.engines.base import Capabilities, WeightUpdate
+from kitae.engines.engine_pool import EnginePool
 from kitae.engines.fake import FakeEngine
-from kitae.engines.fleet import Fleet
 from kitae.errors import EngineError
 from kitae.rl.weight_sync import WeightSync
 from kitae.weights.base import Manifest
@@ -126,10 +126,10 @@ def test_it_stands_still_until_the_probe_has_agreed(make: Callable[..., Source],
 def test_one_publication_for_all_engines(make: Callable[..., Source]) -> None:
     source = make(mode="delta")
     engines = [Scoring(source) for _ in range(3)]
-    fleet = Fleet(engines)
-    hand_over(source, fleet, 0)
+    pool = EnginePool.of(engines)
+    hand_over(source, pool, 0)
     source.tensors["a"][:5] = 2
-    metrics = hand_over(source, fleet, 1)
+    metrics = hand_over(source, pool, 1)
     assert source.calls == [(0, False), (1, False)], "once for each version"
     assert metrics["sync_bytes"] == 5 * (4 + 4) and metrics["sync_delta"] == 1
     assert metrics["sync_unchanged"] == 1 - 5 / 1010
@@ -194,9 +194,9 @@ def test_one_wrong_engine_of_many_is_found(make: Callable[..., Source]) -> None:
     source = make()
     engines = [Scoring(source), Scoring(source, off=9, gap=0.5), Scoring(source)]
     with pytest.raises(EngineError, match=r"must serve version 2 with log-probs within 0\.1 .* difference of 0\.5, al"):
-        hand_over(source, Fleet(engines), 2)
+        hand_over(source, EnginePool.of(engines), 2)
     engines[1].off, engines[1].gap = 9, 0.05
-    assert hand_over(source, Fleet(engines), 2)["probe_gap"] == pytest.approx(0.05), "rounding explains it"
+    assert hand_over(source, EnginePool.of(engines), 2)["probe_gap"] == pytest.approx(0.05), "rounding explains it"
 
 
 def test_an_old_version_that_no_sync_helps_raises(make: Callable[..., Source]) -> None:

@@ -2,18 +2,18 @@
 
 import asyncio
 
-from kitae.workers.background_tasks import Chores
+from kitae.workers.background_tasks import BackgroundTasks
 
 
-def test_chores_are_remembered_while_they_run() -> None:
+def test_tasks_are_remembered_while_they_run() -> None:
     async def body() -> None:
-        chores, go = Chores(), asyncio.Event()
-        task = chores.have(go.wait())
-        assert chores.tasks == {task}
+        tasks, go = BackgroundTasks(), asyncio.Event()
+        task = tasks.start(go.wait())
+        assert tasks.tasks == {task}
         go.set()
         assert await task
         await asyncio.sleep(0)
-        assert not chores.tasks
+        assert not tasks.tasks
 
     asyncio.run(body())
 
@@ -35,11 +35,11 @@ def test_the_end_waits_for_all_of_them() -> None:
             finally:
                 raise ValueError("in the end")
 
-        chores = Chores()
-        chores.have(stubborn())
-        chores.have(failing())
+        tasks = BackgroundTasks()
+        tasks.start(stubborn())
+        tasks.start(failing())
         await asyncio.sleep(0)
-        await chores.end()
-        assert ended == ["cleaned up"] and not chores.tasks
+        await tasks.cancel()
+        assert ended == ["cleaned up"] and not tasks.tasks
 
     asyncio.run(body())

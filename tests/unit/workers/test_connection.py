@@ -7,7 +7,7 @@ from typing import Any
 
 from kitae.errors import EngineError
 from kitae.workers.base import Duty
-from kitae.workers.connection import Deadlines, Link
+from kitae.workers.connection import Deadlines, RemoteWorker
 from kitae.workers.frames import pack_frame
 
 
@@ -43,14 +43,12 @@ class Far:
 def test_it_is_lost_before_anybody_knows_why() -> None:
     async def body() -> float:
         far = Far()
-        link = await Link.start(far, Duty("x", "x", {}), Deadlines(), EngineError)
+        remote = await RemoteWorker.start(far, Duty("x", "x", {}), Deadlines(), EngineError)
         began = time.monotonic()
         far.theirs.close()
-        while link.lost is None:
-            await asyncio.sleep(0.05)
-        assert link.lost == "it broke off the connection, and node 10.0.0.3 does not answer"
+        assert await remote.lost == "it broke off the connection, and node 10.0.0.3 does not answer"
         far.post.gone.set()
-        await link.end()
+        await remote.end()
         return time.monotonic() - began
 
     assert asyncio.run(body()) < 10

@@ -1,6 +1,7 @@
 """What goes over the wire comes back as it was."""
 
 import asyncio
+from dataclasses import replace
 
 import numpy as np
 from hypothesis import given
@@ -31,25 +32,20 @@ def test_requests_and_results_travel_exactly(
     prior = Sampled(*map(tuple, zip(*sampled, strict=True))) if sampled else Sampled()
     sampling = SamplingParams(temperature=temperature, stop_tokens=(2, 3), stop_strings=tuple(stops))
     request = Request(name, tuple(t for t, _, _ in prompt), sampling, seed, share=name, prior=prior)
-    got = read(engine_frames.pack_request(7, request))
-    assert got is not None and got.header["generate"] == 7 and engine_frames.request_of(got) == request
-    done = read(engine_frames.pack_sampled({"done": 7, "finish": "stop"}, prior))
-    assert done is not None and done.header == {"done": 7, "finish": "stop"} and engine_frames.sampled_of(done) == prior
+    got = read(pack_frame(*engine_frames.request_to_wire(request)))
+    assert got is not None and engine_frames.request_of(got) == request
+    done = read(pack_frame(*engine_frames.sampled_to_wire(prior)))
+    assert done is not None and engine_frames.sampled_of(done) == prior
 
 
 def test_known_experts_travel() -> None:
     told = np.arange(12, dtype=np.uint8).reshape(3, 2, 2)
-    got = read(
-        engine_frames.pack_request(7, Request("a", (4, 5), SamplingParams(), 1, experts_from=0, prior_experts=told))
-    )
+    known = Request("a", (4, 5), SamplingParams(), 1, experts_from=0, prior_experts=told)
+    got = read(pack_frame(*engine_frames.request_to_wire(known)))
     assert got is not None
-    request = engine_frames.request_of(got)
-    assert (
-        request.prior_experts is not None
-        and request.prior_experts.dtype == np.uint8
-        and np.array_equal(request.prior_experts, told)
-    )
-    plain = read(engine_frames.pack_request(7, Request("a", (4, 5), SamplingParams(), 1, experts_from=0)))
+    experts = engine_frames.request_of(got).prior_experts
+    assert experts is not None and experts.dtype == np.uint8 and np.array_equal(experts, told)
+    plain = read(pack_frame(*engine_frames.request_to_wire(replace(known, prior_experts=None))))
     assert plain is not None and engine_frames.request_of(plain).prior_experts is None
 
 

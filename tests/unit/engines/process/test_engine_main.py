@@ -1,10 +1,11 @@
 """The process of an engine, in this one."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,28 +18,30 @@ from kitae.models.load import load_policy
 from kitae.models.policy import Policy
 from kitae.store.columns import ColumnWriter, Filed, LazyColumn
 from kitae.weights.shared_memory import MemoryPublisher
-from kitae.workers.frames import Frame, read_frame
+from kitae.workers.frames import Array, Frame, pack_frame, unpack_frame
 
 
 class Outbox:
-    """What it says to its owner."""
+    """What it sends to its owner, through JSON and back; and its ticks."""
 
     def __init__(self) -> None:
-        self.packed: list[bytes] = []
+        self.frames: list[Frame] = []
+        self.ticks = 0
 
-    def write(self, packed: bytes) -> None:
-        self.packed.append(packed)
+    def send(self, header: Mapping[str, Any], arrays: Mapping[str, Array]) -> None:
+        self.frames.append(unpack_frame(pack_frame(header, arrays)))
 
-    async def frames(self) -> list[Frame]:
-        return [await _frame(packed) for packed in self.packed]
+    async def tick(self, server: engine_main.EngineWorker) -> None:
+        while True:
+            await asyncio.sleep(0.01)
+            server.tick()
+            self.ticks += 1
 
-    async def until(self, word: str) -> Frame:
-        async with asyncio.timeout(60):
-            while True:
-                for frame in await self.frames():
-                    if word in frame.header:
-                        return frame
-                await asyncio.sleep(0.02)
+
+async def generate(server: engine_main.EngineWorker, number: int, request: Request) -> Frame:
+    header, arrays = engine_frames.request_to_wire(request)
+    call = unpack_frame(pack_frame({"flight": number, **header}, arrays))
+    return unpack_frame(pack_frame(*await server.concurrent["generate"](call)))
 
 
 class SlowDisk(ColumnWriter):
@@ -57,32 +60,23 @@ class SlowDisk(ColumnWriter):
 @pytest.fixture
 def pace(monkeypatch: pytest.MonkeyPatch) -> None:
     """Reports as often as can be."""
-    for name in ("_TICK", "_PACE"):
-        monkeypatch.setattr(engine_main, name, 0.01)
+    monkeypatch.setattr(engine_main, "_PACE", engine_main.TICK)
     monkeypatch.setattr(engine_main, "_REPORT", 1)
 
 
 @asynccontextmanager
-async def serving(policy: Policy, disk: ColumnWriter) -> AsyncIterator[tuple[engine_main.Server, Outbox]]:
+async def serving(policy: Policy, disk: ColumnWriter) -> AsyncIterator[tuple[engine_main.EngineWorker, Outbox]]:
     publisher, box = MemoryPublisher(), Outbox()
     setup = {"address": asdict(replace(publisher.address, descriptors=())), "version": 0, "records_experts": False}
     setup["engine"] = EngineConfig(memory_gb=0.05).model_dump()
-    server = engine_main.Server(policy, setup, box, disk)  # type: ignore[arg-type]
-    ticks = asyncio.create_task(server.tick())
+    server = engine_main.EngineWorker(policy, setup, box.send, disk)
+    ticks = asyncio.create_task(box.tick(server))
     try:
         yield server, box
     finally:
         ticks.cancel()
         await server.engine.close()
         publisher.close()
-
-
-async def _frame(packed: bytes) -> Frame:
-    reader = asyncio.StreamReader()
-    reader.feed_data(packed)
-    found = await read_frame(reader)
-    assert found is not None
-    return found
 
 
 REQUEST = Request("1", (5, 6, 7), SamplingParams(max_tokens=200), seed=1)
@@ -99,13 +93,13 @@ def test_a_slow_disk_is_no_silence(tmp_path: Path) -> None:
     async def body() -> None:
         disk = SlowDisk(tmp_path)
         async with serving(tiny(), disk) as (server, box), asyncio.timeout(60):
-            await server.handle(await _frame(engine_frames.pack_request(0, REQUEST)))
+            done = asyncio.create_task(generate(server, 0, REQUEST))
             await disk.asked.wait()
-            before = len(box.packed)
-            while len(box.packed) < before + 5:
+            before = box.ticks
+            while box.ticks < before + 5:
                 await asyncio.sleep(0.01)
             disk.works.set()
-            await box.until("done")
+            await done
 
     asyncio.run(body())
 
@@ -116,11 +110,9 @@ def test_another_engine_goes_on_from_what_was_reported_and_lies_in_files(tmp_pat
         policy, ledger = tiny(), Ledger[str]()
         with ledger.enter(REQUEST) as flight:
             async with serving(policy, ColumnWriter(tmp_path, "engine-0")) as (server, box):
-                await server.handle(
-                    await _frame(engine_frames.pack_request(flight.number, ledger.issue(flight, "first")))
-                )
-                whole = engine_frames.sampled_of(await box.until("done"))
-                for frame in [f for f in await box.frames() if "progress" in f.header]:
+                done = await generate(server, flight.number, ledger.issue(flight, "first"))
+                whole = engine_frames.sampled_of(done)
+                for frame in box.frames:
                     ledger.grow(flight.number, frame.header["start"], engine_frames.sampled_of(frame))
             ledger.lose("first")
             again = ledger.issue(flight, "second")
@@ -129,11 +121,9 @@ def test_another_engine_goes_on_from_what_was_reported_and_lies_in_files(tmp_pat
                 again.prior.tokens.text is None and again.prior.tokens == tuple(whole.tokens)[: len(again.prior.tokens)]
             )
             async with serving(policy, ColumnWriter(tmp_path, "engine-1")) as (server, box):
-                await server.handle(await _frame(engine_frames.pack_request(flight.number, again)))
-                done = engine_frames.sampled_of(await box.until("done"))
-            assert (
-                done.tokens == tuple(whole.tokens) and done.logprobs[: len(again.prior.tokens)] == again.prior.logprobs
-            )
-            assert isinstance(done.tokens, LazyColumn) and done.tokens.text is not None
+                found = engine_frames.sampled_of(await generate(server, flight.number, again))
+            assert found.tokens == tuple(whole.tokens)
+            assert found.logprobs[: len(again.prior.tokens)] == again.prior.logprobs
+            assert isinstance(found.tokens, LazyColumn) and found.tokens.text is not None
 
     asyncio.run(body())

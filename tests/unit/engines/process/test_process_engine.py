@@ -22,9 +22,9 @@ import torch
 import warm_starts
 
 from kitae.data.chat import Chat
-from kitae.engines.base import Completion, Request, SamplingParams, WeightUpdate
+from kitae.engines.base import Completion, Engine, Request, SamplingParams, WeightUpdate
 from kitae.engines.config import EngineConfig
-from kitae.engines.fleet import Fleet
+from kitae.engines.engine_pool import EnginePool
 from kitae.engines.native.engine import NativeEngine
 from kitae.engines.process import process_engine as engine_module
 from kitae.engines.process.process_engine import ProcessEngine
@@ -39,6 +39,7 @@ from kitae.weights.probe import Probe, score_probe
 from kitae.weights.shared_memory import MemoryPublisher
 from kitae.workers import remote_process as process_module
 from kitae.workers.connection import Deadlines
+from kitae.workers.pool import Replacement
 
 pytestmark = pytest.mark.usefixtures("warm_posts")
 
@@ -65,15 +66,32 @@ def publisher() -> Iterator[MemoryPublisher]:
     found.close()
 
 
+class Pool(EnginePool):
+    """Of one process engine at a time."""
+
+    def __init__(self, model: ModelConfig, weight_store: MemoryPublisher, **settings: Any) -> None:
+        async def make(number: int) -> ProcessEngine:
+            engine = ProcessEngine(model, CONFIG, weight_store, threads=1, **settings)
+            await engine.start()
+            return engine
+
+        super().__init__(make, 1, replacement=Replacement(retry=0.1, most=3))
+        self._weight_store = weight_store
+
+    @property
+    def pid(self) -> int:
+        (engine,) = self.members
+        assert isinstance(engine, ProcessEngine)
+        return engine.pid
+
+
 @pytest.fixture(scope="module")
-def engines(
-    model: ModelConfig, publisher: MemoryPublisher, run: Run[Any]
-) -> Iterator[tuple[ProcessEngine, ProcessEngine]]:
+def engines(model: ModelConfig, publisher: MemoryPublisher, run: Run[Any]) -> Iterator[tuple[Pool, Pool]]:
     """Two, started together, with one publisher; the second has little patience."""
     cores = [max(os.sched_getaffinity(0))]
     both = (
-        ProcessEngine(model, CONFIG, publisher, threads=1, cores=cores),
-        ProcessEngine(model, CONFIG, publisher, threads=1, limits=Deadlines(silence=4.0, answer=30.0)),
+        Pool(model, publisher, cores=cores),
+        Pool(model, publisher, limits=Deadlines(silence=4.0, answer=30.0)),
     )
     run(_all(engine.start() for engine in both))
     yield both
@@ -86,8 +104,9 @@ def policy(model: ModelConfig) -> Policy:
 
 
 @pytest.fixture
-def engine(engines: tuple[ProcessEngine, ProcessEngine], policy: Policy, run: Run[Any]) -> ProcessEngine:
+def engine(engines: tuple[Pool, Pool], policy: Policy, run: Run[Any]) -> Pool:
     """With the weights of `policy`, as version 0."""
+    run(engines[0].some())
     run(send(engines[0], policy, 0))
     return engines[0]
 
@@ -96,12 +115,13 @@ async def _all(work: Any) -> list[Any]:
     return await asyncio.gather(*work)
 
 
-async def publish(engine: ProcessEngine, policy: Policy, version: int, in_full: bool = False) -> Manifest:
+async def publish(engine: Pool | ProcessEngine, policy: Policy, version: int, in_full: bool = False) -> Manifest:
     tensors = {name: p.detach() for name, p in policy.model.named_parameters()}
-    return await asyncio.to_thread(engine._weight_store.publish, version, tensors, in_full=in_full)
+    weight_store: Any = engine._weight_store
+    return await asyncio.to_thread(weight_store.publish, version, tensors, in_full=in_full)
 
 
-async def send(engine: ProcessEngine, policy: Policy, version: int) -> Manifest:
+async def send(engine: Pool, policy: Policy, version: int) -> Manifest:
     """Publish the weights of a policy, and have them served."""
     manifest = await publish(engine, policy, version)
     assert await engine.update_weights(WeightUpdate(version, manifest)) == version
@@ -128,16 +148,10 @@ def tokens(done: list[Completion]) -> list[tuple[int, ...]]:
     return [completion.tokens for completion in done]
 
 
-async def until_generated(engine: ProcessEngine, count: int) -> None:
+async def until_generated(engine: Engine, count: int) -> None:
     goal = engine.stats().generated_tokens + count
     while engine.stats().generated_tokens < goal:
         await asyncio.sleep(0.01)
-
-
-def process_of(engine: ProcessEngine) -> int:
-    found = engine._current()
-    assert found is not None
-    return found.pid
 
 
 def shift(policy: Policy, share: float, seed: int) -> None:
@@ -149,7 +163,7 @@ def shift(policy: Policy, share: float, seed: int) -> None:
             parameter.add_(hit * torch.randn(parameter.shape, generator=generator) * 0.1)
 
 
-def test_same_answers_as_the_native_engine(engine: ProcessEngine, policy: Policy, run: Run[Any]) -> None:
+def test_same_answers_as_the_native_engine(engine: Pool, policy: Policy, run: Run[Any]) -> None:
     asked = requests()
     got = run(_all(engine.generate(r) for r in asked))
     expected = run(native(policy, asked))
@@ -159,7 +173,7 @@ def test_same_answers_as_the_native_engine(engine: ProcessEngine, policy: Policy
         assert ours.logprobs == pytest.approx(theirs.logprobs, abs=1e-5)
     stats = engine.stats()
     assert stats.generated_tokens >= 240 and (stats.running, stats.waiting) == (0, 0)
-    assert os.sched_getaffinity(process_of(engine)) == {max(os.sched_getaffinity(0))}
+    assert os.sched_getaffinity(engine.pid) == {max(os.sched_getaffinity(0))}
 
 
 @pytest.mark.thorough
@@ -221,7 +235,7 @@ def _elsewhere(folder: Path) -> Any:
 
 @pytest.mark.parametrize("mode", ["full", "delta"])
 def test_new_weights_bit_for_bit(
-    engine: ProcessEngine, publisher: MemoryPublisher, policy: Policy, run: Run[Any], mode: Any
+    engine: Pool, publisher: MemoryPublisher, policy: Policy, run: Run[Any], mode: Any
 ) -> None:
     publisher.mode, before = mode, engine.stats().repaired
     modes = []
@@ -237,7 +251,7 @@ def test_new_weights_bit_for_bit(
     publisher.mode = "delta"
 
 
-def test_only_what_was_published_last_can_be_served(engine: ProcessEngine, policy: Policy, run: Run[Any]) -> None:
+def test_only_what_was_published_last_can_be_served(engine: Pool, policy: Policy, run: Run[Any]) -> None:
     with pytest.raises(EngineError, match="weight update 3 must have a manifest"):
         run(engine.update_weights(WeightUpdate(3)))
     old = run(publish(engine, policy, 3))
@@ -250,7 +264,7 @@ def test_only_what_was_published_last_can_be_served(engine: ProcessEngine, polic
 class Source:
     """A policy as a source of weights, which arrive damaged as often as it is told."""
 
-    def __init__(self, engine: ProcessEngine, policy: Policy, damage: int = 0) -> None:
+    def __init__(self, engine: Pool, policy: Policy, damage: int = 0) -> None:
         self.engine, self.policy, self.damage = engine, policy, damage
 
     async def publish(self, version: int, *, in_full: bool = False) -> Manifest:
@@ -271,7 +285,7 @@ def flip(descriptor: int) -> None:
     os.pwrite(descriptor, bytes([byte[0] ^ 1]), 0)
 
 
-def test_damaged_memory_is_noticed_and_sent_again(engine: ProcessEngine, policy: Policy, run: Run[Any]) -> None:
+def test_damaged_memory_is_noticed_and_sent_again(engine: Pool, policy: Policy, run: Run[Any]) -> None:
     shift(policy, 0.01, seed=7)
     sync = WeightSync(Source(engine, policy, damage=1), engine, recompute=False, tolerance=1e-5)
     metrics = run(sync.hand_over(1))
@@ -282,7 +296,7 @@ def test_damaged_memory_is_noticed_and_sent_again(engine: ProcessEngine, policy:
 
 
 def test_the_probe_catches_wrong_weights_under_the_right_number(
-    engine: ProcessEngine, model: ModelConfig, policy: Policy, run: Run[Any], monkeypatch: pytest.MonkeyPatch
+    engine: Pool, model: ModelConfig, policy: Policy, run: Run[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shift(policy, 0.5, seed=1)
     wrong = load_policy(model)
@@ -302,18 +316,12 @@ def test_the_probe_catches_wrong_weights_under_the_right_number(
     assert run(engine.probe()) == (Probe(1, score_probe(policy)),)
 
 
-def test_a_process_lost_in_a_damaged_update(engine: ProcessEngine, policy: Policy, run: Run[Any]) -> None:
-    """The one that takes its place stands still as well, until the weights come whole."""
-
+def test_a_process_stands_still_until_the_weights_come_whole(engine: Pool, policy: Policy, run: Run[Any]) -> None:
     async def body() -> None:
         manifest = await publish(engine, policy, 1, in_full=True)
         flip(engine._weight_store.descriptors[0])
-        os.kill(process_of(engine), signal.SIGSTOP)
-        updating = asyncio.create_task(engine.update_weights(WeightUpdate(1, manifest)))
-        await asyncio.sleep(0.1)
-        os.kill(process_of(engine), signal.SIGKILL)
         with pytest.raises(WeightsDamaged, match=r"version 1 .* damaged are 1 of 1 buckets"):
-            await updating
+            await engine.update_weights(WeightUpdate(1, manifest))
         assert engine.stats().version == 0
         await send(engine, policy, 2)
         assert (await engine.generate(requests(1)[0])).versions == (2,) * 40
@@ -322,10 +330,10 @@ def test_a_process_lost_in_a_damaged_update(engine: ProcessEngine, policy: Polic
 
 
 def test_nothing_is_published_while_a_process_loads(
-    engine: ProcessEngine, policy: Policy, run: Run[Any], monkeypatch: pytest.MonkeyPatch
+    engine: Pool, policy: Policy, run: Run[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither for an update nor when a process is replaced."""
-    honest, early, writing = engine_module._load, [], []
+    honest, early, writing = ProcessEngine._load, [], []
 
     async def slow(*arguments: Any) -> list[int]:
         writing.append(asyncio.create_task(publish(engine, policy, 9)))
@@ -335,12 +343,13 @@ def test_nothing_is_published_while_a_process_loads(
 
     async def body() -> None:
         manifest = await publish(engine, policy, 1)
-        monkeypatch.setattr(engine_module, "_load", slow)
+        monkeypatch.setattr(ProcessEngine, "_load", slow)
         assert await engine.update_weights(WeightUpdate(1, manifest)) == 1
         assert (await writing[-1]).version == 9
-        os.kill(process_of(engine), signal.SIGKILL)
-        while engine._current() is not None:
+        os.kill(engine.pid, signal.SIGKILL)
+        while engine.members:
             await asyncio.sleep(0.01)
+        await engine.some()
         assert (await engine.probe())[0].version == 9
         await asyncio.gather(*writing)
 
@@ -349,7 +358,7 @@ def test_nothing_is_published_while_a_process_loads(
 
 
 def test_an_update_that_fails_when_nobody_waits_for_it_any_more_is_no_news(
-    engine: ProcessEngine, policy: Policy, run: Run[Any], monkeypatch: pytest.MonkeyPatch
+    engine: Pool, policy: Policy, run: Run[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A run that ends closes the engine, and an update that is under way fails."""
 
@@ -372,7 +381,7 @@ def test_an_update_that_fails_when_nobody_waits_for_it_any_more_is_no_news(
             loop.set_exception_handler(None)
         return complaints
 
-    monkeypatch.setattr(engine_module, "_load", fail)
+    monkeypatch.setattr(ProcessEngine, "_load", fail)
     assert run(check()) == []
 
 
@@ -392,7 +401,7 @@ def test_a_new_process_needs_whole_weights(model: ModelConfig, policy: Policy, r
 
 
 def test_a_late_process_serves_what_was_published_last(
-    engine: ProcessEngine, model: ModelConfig, policy: Policy, run: Run[Any]
+    engine: Pool, model: ModelConfig, policy: Policy, run: Run[Any]
 ) -> None:
     shift(policy, 0.5, seed=11)
     run(send(engine, policy, 8))
@@ -409,7 +418,7 @@ def test_a_late_process_serves_what_was_published_last(
     assert run(body()) == (Probe(8, score_probe(policy)),)
 
 
-def test_bad_requests_fail_alone(engine: ProcessEngine, run: Run[Any]) -> None:
+def test_bad_requests_fail_alone(engine: Pool, run: Run[Any]) -> None:
     sampling = SamplingParams(max_tokens=30)
 
     async def body() -> list[Any]:
@@ -423,7 +432,7 @@ def test_bad_requests_fail_alone(engine: ProcessEngine, run: Run[Any]) -> None:
     assert len(fine.tokens) == 30
 
 
-def test_a_killed_process_is_replaced_and_nothing_shows(engine: ProcessEngine, policy: Policy, run: Run[Any]) -> None:
+def test_a_killed_process_is_replaced_and_nothing_shows(engine: Pool, policy: Policy, run: Run[Any]) -> None:
     shift(policy, 0.5, seed=3)
     run(send(engine, policy, 5))
     asked = requests(8, tokens=450)
@@ -431,7 +440,7 @@ def test_a_killed_process_is_replaced_and_nothing_shows(engine: ProcessEngine, p
     async def body() -> list[Completion]:
         tasks = [asyncio.create_task(engine.generate(r)) for r in asked]
         await until_generated(engine, 8 * 100)
-        os.kill(process_of(engine), signal.SIGKILL)
+        os.kill(engine.pid, signal.SIGKILL)
         return await asyncio.gather(*tasks)
 
     before = engine.stats()
@@ -448,15 +457,15 @@ def test_a_killed_process_is_replaced_and_nothing_shows(engine: ProcessEngine, p
 
 
 @pytest.mark.thorough
-def test_a_hanging_process_is_replaced(engines: tuple[ProcessEngine, ProcessEngine], run: Run[Any]) -> None:
+def test_a_hanging_process_is_replaced(engines: tuple[Pool, Pool], model: ModelConfig, run: Run[Any]) -> None:
     _, engine = engines
-    policy = load_policy(ModelConfig(**engine._setup["model"]))  # type: ignore[arg-type]
+    policy = load_policy(model)
     run(send(engine, policy, 0))
 
     async def body() -> list[Any]:
         tasks = [asyncio.create_task(engine.generate(r)) for r in requests(3, tokens=450)]
         await until_generated(engine, 10)
-        before = process_of(engine)
+        before = engine.pid
         os.kill(before, signal.SIGSTOP)
         aborted = asyncio.create_task(engine.abort("1"))
         synced = asyncio.create_task(send(engine, policy, 1))
@@ -467,6 +476,7 @@ def test_a_hanging_process_is_replaced(engines: tuple[ProcessEngine, ProcessEngi
 
     began = time.monotonic()
     one, two, three = run(body())
+    run(engine.some())
     assert time.monotonic() - began > 3
     assert two.finish == "abort"
     assert tokens([one, three]) == tokens(run(native(policy, requests(3, tokens=450)))[::2])
@@ -474,7 +484,7 @@ def test_a_hanging_process_is_replaced(engines: tuple[ProcessEngine, ProcessEngi
 
 
 def test_each_engine_serves_what_it_was_told(
-    engines: tuple[ProcessEngine, ProcessEngine], model: ModelConfig, policy: Policy, run: Run[Any]
+    engines: tuple[Pool, Pool], model: ModelConfig, policy: Policy, run: Run[Any]
 ) -> None:
     changed = load_policy(model)
     shift(changed, 0.5, seed=9)
@@ -486,48 +496,27 @@ def test_each_engine_serves_what_it_was_told(
 
 
 @pytest.mark.thorough
-def test_a_fleet_of_two_and_one_is_lost(
-    engines: tuple[ProcessEngine, ProcessEngine], policy: Policy, run: Run[Any]
-) -> None:
-    """Both serve the new weights; the requests of the one that is killed continue, and nothing shows."""
-    fleet, asked = Fleet(engines), requests(6, tokens=300)
-
-    async def body() -> list[Completion]:
-        before = [engine.stats().restarts for engine in engines]
-        manifest = await publish(engines[0], policy, 7)
-        assert await fleet.update_weights(WeightUpdate(7, manifest)) == 7
-        tasks = [asyncio.create_task(fleet.generate(r)) for r in asked]
-        await _all(until_generated(engine, 1) for engine in engines)
-        os.kill(process_of(engines[1]), signal.SIGKILL)
-        done = await asyncio.gather(*tasks)
-        assert [engine.stats().restarts for engine in engines] == [before[0], before[1] + 1]
-        return done
-
-    got = run(body())
-    assert tokens(got) == tokens(run(native(policy, asked)))
-    assert {v for c in got for v in c.versions} == {7} and fleet.stats().version == 7
-    assert run(fleet.probe()) == (Probe(7, score_probe(policy)),) * 2
-
-
-def test_in_a_fleet_a_lost_process_gives_its_requests_to_the_others(
+def test_in_a_pool_a_lost_process_gives_its_requests_to_the_others(
     model: ModelConfig, policy: Policy, publisher: MemoryPublisher, run: Run[Any]
 ) -> None:
     """With all that it had told; and it is not brought back."""
     asked = requests(4, tokens=300)
 
     async def body() -> tuple[list[Completion], int, int]:
-        engines = [ProcessEngine(model, CONFIG, publisher, threads=1, once=True) for _ in range(2)]
-        fleet = Fleet(engines)
+        engines = [ProcessEngine(model, CONFIG, publisher, threads=1) for _ in range(2)]
+        await publish(engines[0], policy, 1)
+        await _all(engine.start() for engine in engines)
+        pool = EnginePool.of(engines)
         try:
-            tasks = [asyncio.create_task(fleet.generate(each)) for each in asked]
+            tasks = [asyncio.create_task(pool.generate(each)) for each in asked]
             await until_generated(engines[0], 2 * 64 + 10)
-            os.kill(process_of(engines[0]), signal.SIGKILL)
+            os.kill(engines[0].pid, signal.SIGKILL)
             done = await asyncio.gather(*tasks)
             with pytest.raises(EngineLost, match="its process was lost: killed by signal 9"):
                 await engines[0].generate(asked[0])
-            return done, fleet.lost, fleet.stats().restarts
+            return done, pool.losses, pool.stats().restarts
         finally:
-            await fleet.close()
+            await pool.close()
 
     done, *lost = run(body())
     assert lost == [1, 1]
@@ -549,16 +538,17 @@ def test_too_many_losses_end_it_with_the_last_words(
     publisher = MemoryPublisher()
 
     async def body() -> tuple[int, BaseException | None]:
-        engine = ProcessEngine(model, CONFIG, publisher, threads=1)
+        engine = Pool(model, publisher)
+        await engine.start()
         try:
             task = asyncio.create_task(engine.generate(requests(1, tokens=490)[0]))
             await until_generated(engine, 1)
             monkeypatch.setattr(process_module, "BOOT", "import sys; sys.exit('no memory left')")
-            process = process_of(engine)
+            process = engine.pid
             own.update(named_memory(process) | named_memory(os.getpid()) - shared)
             os.kill(process, signal.SIGKILL)
             await asyncio.gather(task, return_exceptions=True)
-            with pytest.raises(EngineError, match=r"is closed: .* 4 times within a minute"):
+            with pytest.raises(EngineError, match="no engine is left: engine 0 was lost 4 times within 60 s"):
                 await engine.generate(requests(1)[0])
             return process, task.exception()
         finally:
@@ -567,7 +557,7 @@ def test_too_many_losses_end_it_with_the_last_words(
 
     process, error = run(body())
     assert isinstance(error, EngineError)
-    assert "was lost 4 times within a minute" in str(error) and "exit status 1" in str(error)
+    assert "was lost 4 times within 60 s" in str(error) and "exit status 1" in str(error)
     assert "no memory left" in str(error)
     assert not Path(f"/proc/{process}").exists()
     assert len(os.listdir("/proc/self/fd")) == files
@@ -579,7 +569,7 @@ def test_a_process_that_never_comes_up(
 ) -> None:
     async def start(engine: ProcessEngine) -> None:
         try:
-            await asyncio.gather(engine.start(), engine.generate(requests(1)[0]))
+            await engine.start()
         finally:
             await engine.close()
 
@@ -593,24 +583,24 @@ def test_a_process_that_never_comes_up(
         run(start(ProcessEngine(model, CONFIG, publisher, limits=Deadlines(start=0.3))))
 
 
-def test_close_while_it_starts(
+def test_a_start_that_is_cancelled(
     model: ModelConfig, publisher: MemoryPublisher, run: Run[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(process_module, "BOOT", "import time; time.sleep(60)")
 
-    async def body() -> BaseException | None:
+    async def body() -> None:
         engine = ProcessEngine(model, CONFIG, publisher)
-        task = asyncio.create_task(engine.generate(requests(1)[0]))
-        suspended = asyncio.create_task(engine.generate(requests(1, name="p")[0]))
+        starting = asyncio.create_task(engine.start())
         await asyncio.sleep(0.3)
-        await engine.abort("p0")
-        assert (await suspended).finish == "abort"
+        with pytest.raises(EngineError, match="has not been started"):
+            await engine.generate(requests(1)[0])
+        starting.cancel()
+        await asyncio.wait({starting})
         await engine.close()
-        await engine.close()
-        await asyncio.gather(task, return_exceptions=True)
-        return task.exception()
+        with pytest.raises(EngineError, match="is closed"):
+            await engine.generate(requests(1)[0])
 
-    assert isinstance(run(body()), EngineError)
+    run(body())
 
 
 def test_impossible_settings_are_refused(model: ModelConfig, publisher: MemoryPublisher) -> None:
@@ -635,7 +625,7 @@ def test_the_process_dies_with_its_owner(model: ModelConfig, warm_server: warm_s
             model, config = ModelConfig(path={model.path!r}), EngineConfig(memory_gb=0.02)
             engine = ProcessEngine(model, config, MemoryPublisher(), threads=1)
             await engine.start()
-            print(engine._current().pid, flush=True)
+            print(engine.pid, flush=True)
             await asyncio.sleep(60)
 
         asyncio.run(body())
@@ -670,7 +660,7 @@ import os, socket, sys, time
 sys.path[:] = sys.argv[2:]
 from kitae.workers.frames import pack_frame
 names = "version prompt_tokens prompt_tokens_shared generated_tokens preemptions running waiting busy_seconds"
-life = {"stats": dict.fromkeys(names.split(), 1), "rests": RESTS}
+life = {"status": {"stats": dict.fromkeys(names.split(), 1), "rests": RESTS}}
 stream = socket.socket(fileno=os.dup(0))
 stream.sendall(pack_frame({"ready": True, **life}))
 while True:
@@ -687,21 +677,23 @@ def test_a_process_without_progress(
     """It lives, has work and takes no step: that is a loss, unless it is paused. And it does not end when asked to."""
     monkeypatch.setattr(process_module, "BOOT", STUCK.replace("RESTS", str(rests)))
 
-    async def body() -> EngineError | None:
+    async def body() -> str | None:
         publisher = MemoryPublisher()
         engine = ProcessEngine(model, CONFIG, publisher, limits=Deadlines(silence=2.0, stall=0.4, close=0.2))
         try:
             await engine.start()
-            await asyncio.wait_for(engine.generate(requests(1)[0]), 1.5 if rests else 60)
+            done = await asyncio.wait_for(engine.generate(requests(1)[0]), 1.5 if rests else 60)
         except TimeoutError:
-            assert engine.stats().restarts == 0
+            assert not engine.lost.done()
             return None
-        except EngineError as error:
-            return error
+        else:
+            assert done.finish == "suspended"
+            with pytest.raises(EngineLost) as lost:
+                await engine.resume()
+            return str(lost.value)
         finally:
             await engine.close()
             publisher.close()
-        raise AssertionError("nobody could have answered")
 
-    error = run(body())
-    assert error is None if rests else "had work and took no step for 0.4 s" in str(error)
+    why = run(body())
+    assert why is None if rests else "had work and took no step for 0.4 s" in str(why)

@@ -14,7 +14,7 @@ import torch
 
 from kitae.engines.base import Completion, Request, SamplingParams
 from kitae.engines.config import EngineConfig
-from kitae.engines.fleet import Fleet
+from kitae.engines.engine_pool import EnginePool
 from kitae.engines.process.process_engine import ProcessEngine
 from kitae.errors import EngineError
 from kitae.models.config import ModelConfig
@@ -55,6 +55,7 @@ def test_they_are_those_of_a_plain_pass(filed: bool, tiny_folder: Callable[[str]
     async def run() -> tuple[list[Completion], Completion]:
         engine = engine_of(tiny_folder("qwen3_moe"), columns=tmp_path if filed else None)
         try:
+            await engine.start()
             found = await asyncio.gather(*map(engine.generate, requests))
             return found, await engine.generate(Request("other", (5, 6), SamplingParams(max_tokens=3), 0))
         finally:
@@ -66,24 +67,22 @@ def test_they_are_those_of_a_plain_pass(filed: bool, tiny_folder: Callable[[str]
 
 
 @pytest.mark.thorough
-def test_of_a_fleet_one_of_which_is_lost(tiny_folder: Callable[[str], Path]) -> None:
+def test_of_a_pool_one_of_which_is_lost(tiny_folder: Callable[[str], Path]) -> None:
     """Who goes on with its answers computes them again, and tells of all their positions."""
     requests = asked(400)
 
     async def run() -> tuple[list[Completion], int]:
-        engines = [engine_of(tiny_folder("qwen3_moe"), once=True) for _ in range(2)]
-        fleet = Fleet(engines)
+        engines = [engine_of(tiny_folder("qwen3_moe")) for _ in range(2)]
+        await asyncio.gather(*(engine.start() for engine in engines))
+        pool = EnginePool.of(engines)
         try:
-            await asyncio.gather(*(engine.start() for engine in engines))
-            running = [asyncio.create_task(fleet.generate(r)) for r in requests]
+            running = [asyncio.create_task(pool.generate(r)) for r in requests]
             while not any(s.tokens for s in engines[0].progress({}).values()):
                 await asyncio.sleep(0.02)
-            child = engines[0]._current()
-            assert child is not None
-            os.kill(child.post.pid, signal.SIGKILL)
-            return list(await asyncio.gather(*running)), fleet.lost
+            os.kill(engines[0].pid, signal.SIGKILL)
+            return list(await asyncio.gather(*running)), pool.losses
         finally:
-            await fleet.close()
+            await pool.close()
 
     found, lost = asyncio.run(asyncio.wait_for(run(), 100))
     assert lost == 1
@@ -98,6 +97,7 @@ def test_suspended_and_continued(tiny_folder: Callable[[str], Path]) -> None:
     async def run() -> tuple[list[Completion], list[Completion]]:
         engine = engine_of(tiny_folder("qwen3_moe"))
         try:
+            await engine.start()
             running = [asyncio.create_task(engine.generate(r)) for r in requests]
             while not any(s.tokens for s in engine.progress({}).values()):
                 await asyncio.sleep(0.01)

@@ -12,6 +12,7 @@ from stand_in import StandIn
 
 from kitae.engines.base import Completion, Request, SamplingParams, WeightUpdate
 from kitae.engines.config import EngineConfig
+from kitae.engines.engine_pool import EnginePool
 from kitae.engines.servers.server_engine import ServerEngine
 from kitae.engines.servers.start_servers import start_servers
 from kitae.models.config import ModelConfig
@@ -38,14 +39,14 @@ class Crew:
         self.publisher = MemoryPublisher()
         self.servers: list[StandIn] = []
         self.urls: list[str] = []
-        self.engine: ServerEngine
+        self.engine: EnginePool
 
     async def run_servers(self, count: int) -> None:
         for _ in range(count):
             self.servers.append(StandIn(load_policy(self.model), self.kind, end=lambda: None))
             self.urls.append(await self.servers[-1].serve())
 
-    async def start(self, **settings: object) -> ServerEngine:
+    async def start(self, **settings: object) -> EnginePool:
         config = EngineConfig.model_validate({"kind": self.kind, **settings})
         self.engine = await start_servers(self.model, config, self.publisher, 0, limits=LIMITS)
         return self.engine
@@ -80,7 +81,14 @@ async def crew(folder: Path, kind: str, servers: int = 0) -> AsyncIterator[Crew]
         made.publisher.close()
 
 
-async def told(engine: ServerEngine, tokens: int) -> None:
+def one(pool: EnginePool) -> ServerEngine:
+    """The only server of a pool."""
+    (engine,) = pool.members
+    assert isinstance(engine, ServerEngine)
+    return engine
+
+
+async def told(engine: EnginePool, tokens: int) -> None:
     while engine.stats().generated_tokens < tokens:
         await asyncio.sleep(0.01)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from crew import ask, crew
+from crew import ask, crew, one
 
 from kitae.engines.base import WeightUpdate
 from kitae.errors import EngineError
@@ -95,7 +95,7 @@ def test_a_prompt_computed_before_an_update_is_not_used_after_it(folder: Path, k
             route = "/reset_prefix_cache" if kind == "vllm" else "/flush_cache"
             assert c.servers[0].calls.count(route) == 3, "at the start and at every update"
             (_, body), (_, later) = (
-                c.engine.roster.seats[0].dialect.request("r", ask("0/0"), version=version) for version in (1, 2)
+                one(c.engine).server.dialect.request("r", ask("0/0"), version=version) for version in (1, 2)
             )
             assert body["cache_salt"] != later["cache_salt"]
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from kitae.clock import VirtualLoop, now
 from kitae.engines.base import Completion, Request, SamplingParams, WeightUpdate
+from kitae.engines.engine_pool import EnginePool
 from kitae.engines.fake import FakeEngine, Pace
-from kitae.engines.fleet import Fleet
 from kitae.errors import EngineError, EngineLost
 
 
@@ -73,24 +73,24 @@ def check(done: list[Completion], count: int) -> None:
 def test_from_one_to_three_to_one() -> None:
     async def body() -> None:
         engines = [Mortal() for _ in range(3)]
-        fleet = Fleet(engines[:1])
-        tasks = [asyncio.create_task(fleet.generate(request(i))) for i in range(4)]
+        pool = EnginePool.of(engines[:1])
+        tasks = [asyncio.create_task(pool.generate(request(i))) for i in range(4)]
         await asyncio.sleep(5.5)
         for engine in engines[1:]:
-            await fleet.join(engine)
-        tasks += [asyncio.create_task(fleet.generate(request(i))) for i in range(4, 12)]
+            await pool.join(engine)
+        tasks += [asyncio.create_task(pool.generate(request(i))) for i in range(4, 12)]
         await asyncio.sleep(3)
-        assert [e.stats().running for e in engines] == [4, 4, 4] and fleet.stats().engines == 3
-        await fleet.leave(engines[0])
-        await fleet.leave(engines[2])
-        assert engines[0].closed and engines[2].closed and fleet.engines == (engines[1],)
+        assert [e.stats().running for e in engines] == [4, 4, 4] and pool.stats().engines == 3
+        await pool.leave(engines[0])
+        await pool.leave(engines[2])
+        assert engines[0].closed and engines[2].closed and pool.members == (engines[1],)
         check(await asyncio.gather(*tasks), 12)
-        stats = fleet.stats()
+        stats = pool.stats()
         assert stats.generated_tokens == 12 * 20, "what was sampled before is not sampled again"
         assert (stats.engines, stats.restarts, stats.running) == (1, 0, 0)
         assert stats.busy_seconds == pytest.approx(now(), abs=1.5), "the mean of those that there were"
-        with pytest.raises(EngineError, match="the last engine of a fleet cannot leave"):
-            await fleet.leave(engines[1])
+        with pytest.raises(EngineError, match="the last engine of a pool cannot leave"):
+            await pool.leave(engines[1])
 
     virtual(body)
 
@@ -109,10 +109,10 @@ class Filing(Mortal):
 def test_what_an_engine_that_leaves_does_not_tell_in_time_is_sampled_elsewhere() -> None:
     async def body() -> None:
         engines = [Mortal(), Filing()]
-        fleet = Fleet(engines)
-        tasks = [asyncio.create_task(fleet.generate(request(i))) for i in range(4)]
+        pool = EnginePool.of(engines)
+        tasks = [asyncio.create_task(pool.generate(request(i))) for i in range(4)]
         await asyncio.sleep(5.5)
-        await fleet.leave(engines[1])
+        await pool.leave(engines[1])
         assert engines[1].closed
         check(await asyncio.gather(*tasks), 4)
 
@@ -122,19 +122,19 @@ def test_what_an_engine_that_leaves_does_not_tell_in_time_is_sampled_elsewhere()
 def test_an_engine_that_is_lost_is_out_and_its_requests_go_on() -> None:
     async def body() -> None:
         engines = [Mortal(), Mortal()]
-        fleet = Fleet(engines)
-        tasks = [asyncio.create_task(fleet.generate(request(i, share=str(i // 2)))) for i in range(4)]
+        pool = EnginePool.of(engines)
+        tasks = [asyncio.create_task(pool.generate(request(i, share=str(i // 2)))) for i in range(4)]
         await asyncio.sleep(5.5)
         await engines[0].die()
-        await fleet.pause()
-        assert fleet.engines == (engines[1],) and fleet.lost == 1
-        assert await fleet.update_weights(WeightUpdate(1)) == 1
-        await fleet.resume()
+        await pool.pause()
+        assert pool.members == (engines[1],) and pool.losses == 1
+        assert await pool.update_weights(WeightUpdate(1)) == 1
+        await pool.resume()
         done = await asyncio.gather(*tasks)
         check(done, 4)
         assert {c.versions for c in done} == {(0,) * 5 + (1,) * 15}
-        assert fleet.stats().restarts == 1 and engines[0].closed
-        check([await fleet.generate(request(0))], 1)
+        assert pool.stats().restarts == 1 and engines[0].closed
+        check([await pool.generate(request(0))], 1)
 
     virtual(body)
 
@@ -142,31 +142,31 @@ def test_an_engine_that_is_lost_is_out_and_its_requests_go_on() -> None:
 def test_without_any_engine_requests_wait_for_one_but_not_for_ever() -> None:
     async def body() -> None:
         first, second = Mortal(), Mortal()
-        fleet = Fleet([first], patience=60)
-        tasks = [asyncio.create_task(fleet.generate(request(i))) for i in range(4)]
+        pool = EnginePool.of([first], patience=60)
+        tasks = [asyncio.create_task(pool.generate(request(i))) for i in range(4)]
         await asyncio.sleep(5.5)
         await first.die()
         await asyncio.sleep(1)
-        assert fleet.engines == () and fleet.stats().waiting == 4 and fleet.stats().engines == 0
-        assert {id: len(s.tokens) for id, s in fleet.progress({"0": 2}).items()} == {"0": 3, "1": 5, "2": 5, "3": 5}
-        assert await fleet.update_weights(WeightUpdate(7)) == 7 and fleet.stats().version == 7
-        await fleet.abort("3")
+        assert pool.members == () and pool.stats().waiting == 4 and pool.stats().engines == 0
+        assert {id: len(s.tokens) for id, s in pool.progress({"0": 2}).items()} == {"0": 3, "1": 5, "2": 5, "3": 5}
+        assert await pool.update_weights(WeightUpdate(7)) == 7 and pool.stats().version == 7
+        await pool.abort("3")
         assert (await tasks[3]).finish == "abort" and len((await tasks[3]).tokens) == 5
         await asyncio.sleep(20)
-        await fleet.join(second)
+        await pool.join(second)
         check(await asyncio.gather(*tasks[:3]), 3)
         await second.die()
-        began, late = now(), asyncio.create_task(fleet.generate(request(9)))
+        began, late = now(), asyncio.create_task(pool.generate(request(9)))
         with pytest.raises(EngineError, match="no engine is left, and none was found within 60 s"):
             await late
         assert now() - began == pytest.approx(60)
-        waiting = asyncio.create_task(fleet.generate(request(8)))
+        waiting = asyncio.create_task(pool.generate(request(8)))
         await asyncio.sleep(1)
-        await fleet.suspend()
+        await pool.suspend()
         assert (await waiting).finish == "suspended" and (await waiting).tokens == ()
-        waiting = asyncio.create_task(fleet.generate(request(8)))
+        waiting = asyncio.create_task(pool.generate(request(8)))
         await asyncio.sleep(1)
-        await fleet.close()
+        await pool.close()
         with pytest.raises(EngineError, match="closed"):
             await waiting
 
@@ -176,24 +176,24 @@ def test_without_any_engine_requests_wait_for_one_but_not_for_ever() -> None:
 def test_who_joins_a_fleet_that_stands_still_does_too() -> None:
     async def body() -> None:
         engines = [Mortal(), Mortal()]
-        fleet = Fleet(engines[:1])
-        await fleet.pause()
-        await fleet.join(engines[1])
-        tasks = [asyncio.create_task(fleet.generate(request(i))) for i in range(2)]
+        pool = EnginePool.of(engines[:1])
+        await pool.pause()
+        await pool.join(engines[1])
+        tasks = [asyncio.create_task(pool.generate(request(i))) for i in range(2)]
         await asyncio.sleep(30)
-        assert fleet.stats().generated_tokens == 0
-        await fleet.resume()
+        assert pool.stats().generated_tokens == 0
+        await pool.resume()
         check(await asyncio.gather(*tasks), 2)
 
     virtual(body)
 
 
 def test_who_may_not_join() -> None:
-    fleet = Fleet([Mortal()])
+    pool = EnginePool.of([Mortal()])
     with pytest.raises(EngineError, match="share the trainer's weights, or none, got both"):
-        asyncio.run(fleet.join(FakeEngine(answer, shares_weights=False)))
-    with pytest.raises(EngineError, match="must be one of the fleet, got another"):
-        asyncio.run(fleet.leave(Mortal()))
+        asyncio.run(pool.join(FakeEngine(answer, shares_weights=False)))
+    with pytest.raises(EngineError, match="must be a member of the pool, got another"):
+        asyncio.run(pool.leave(Mortal()))
 
 
 EVENTS = st.lists(st.tuples(st.sampled_from(["join", "leave", "die", "update", "ask"]), st.integers(0, 9)), max_size=25)
@@ -203,34 +203,34 @@ EVENTS = st.lists(st.tuples(st.sampled_from(["join", "leave", "die", "update", "
 @given(events=EVENTS)
 def test_whatever_happens_every_request_ends_once_and_whole(events: list[tuple[str, int]]) -> None:
     async def body() -> None:
-        fleet = Fleet([Mortal(), Mortal()], patience=1000)
-        tasks = [asyncio.create_task(fleet.generate(request(i))) for i in range(3)]
+        pool = EnginePool.of([Mortal(), Mortal()], patience=1000)
+        tasks = [asyncio.create_task(pool.generate(request(i))) for i in range(3)]
         version = 0
 
         async def newcomer() -> None:
             engine = Mortal()
             await engine.update_weights(WeightUpdate(version))
-            await fleet.join(engine)
+            await pool.join(engine)
 
         for what, seconds in events:
             await asyncio.sleep(seconds + 0.25)
-            alive: list[Any] = list(fleet.engines)
+            alive: list[Any] = list(pool.members)
             if what == "join":
                 await newcomer()
             elif what == "leave" and len(alive) > 1:
-                await fleet.leave(alive[seconds % len(alive)])
+                await pool.leave(alive[seconds % len(alive)])
             elif what == "die" and alive:
                 await alive[seconds % len(alive)].die()
             elif what == "update":
                 version += 1
-                assert await fleet.update_weights(WeightUpdate(version)) == version
+                assert await pool.update_weights(WeightUpdate(version)) == version
             elif what == "ask":
-                tasks.append(asyncio.create_task(fleet.generate(request(len(tasks)))))
+                tasks.append(asyncio.create_task(pool.generate(request(len(tasks)))))
         await newcomer()
         done = await asyncio.gather(*tasks)
         check(done, len(tasks))
         assert all(list(c.versions) == sorted(c.versions) for c in done)
-        assert fleet.stats().generated_tokens == 20 * len(tasks)
-        assert fleet._stays == {} and fleet._homes == {} and not fleet._sharing
+        assert pool.stats().generated_tokens == 20 * len(tasks)
+        assert pool._requests == {} and pool._homes == {} and not pool._sharing
 
     virtual(body)

@@ -8,7 +8,7 @@ import pytest
 from crew import LONG, ask, crew, told
 
 from kitae.engines.base import Sampled
-from kitae.engines.servers.router import Stopwatch
+from kitae.engines.servers.server_engine import Stopwatch
 
 
 def test_a_continued_request_gets_a_seed_of_its_own(folder: Path) -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from crew import LONG, ask, crew, started, told
+from crew import LONG, ask, crew, one, started, told
 
 from kitae.errors import EngineError
 from kitae.weights.probe import score_probe
@@ -35,9 +35,9 @@ def test_requests_of_a_lost_server_are_continued_by_the_others(folder: Path, kin
             assert stats.restarts == 1 and stats.running + stats.waiting == 0
             assert len(await engine.probe()) == 1
             c.servers[1].die()
-            with pytest.raises(EngineError, match=rf"no server is left; {c.urls[0]}: .*; {c.urls[1]}: "):
+            with pytest.raises(EngineError, match=rf"no engine is left: {c.urls[0]}: .*; {c.urls[1]}: "):
                 await asyncio.wait_for(engine.generate(ask("7/0")), 60)
-            with pytest.raises(EngineError, match="no server is left"):
+            with pytest.raises(EngineError, match="no engine is left"):
                 await engine.resume()
 
     asyncio.run(body())
@@ -51,9 +51,9 @@ def test_a_killed_server_is_replaced_with_the_weights_of_the_day(folder: Path, k
             engine = await c.start(server=started(kind))
             c.move()
             assert await engine.update_weights(await c.publish(4)) == 4
-            (peer,) = engine.roster.peers
-            assert peer.program is not None
-            root, pids = engine.folder.root, family_of(peer.program._process.pid)
+            server = one(engine).server
+            assert server.program is not None
+            root, pids = one(engine)._folder.root, family_of(server.program._process.pid)
             tasks = [asyncio.create_task(engine.generate(ask(f"{i}/0", LONG))) for i in range(3)]
             await told(engine, 30)
             os.kill(pids[-1], signal.SIGKILL)
@@ -61,8 +61,8 @@ def test_a_killed_server_is_replaced_with_the_weights_of_the_day(folder: Path, k
             assert all(len(d.tokens) == LONG and set(d.versions) == {4} for d in done)
             (probe,) = await engine.probe()
             assert probe.version == 4 and probe.gap(score_probe(c.policy)) < 1e-4
-            assert engine.stats().restarts == 1 and engine.roster.peers[0].name != peer.name
-            left = family_of(engine.roster.peers[0].program._process.pid)  # type: ignore[union-attr]
+            assert engine.stats().restarts == 1 and one(engine).name != server.name
+            left = family_of(one(engine).server.program._process.pid)  # type: ignore[union-attr]
             await engine.close()
             assert not any(os.path.exists(f"/proc/{pid}") for pid in (*pids, *left)), "no orphans"
             assert not root.exists(), "and no memory"

@@ -1,4 +1,4 @@
-"""Several engines behave as one. `test_conformance` and `test_process_engine` have fleets of real ones."""
+"""Several engines behave as one. `test_conformance` and `test_process_engine` have pools of real ones."""
 
 import asyncio
 import sys
@@ -11,8 +11,8 @@ import pytest
 
 from kitae.clock import VirtualLoop, now
 from kitae.engines.base import Capabilities, Request, SamplingParams, WeightUpdate
+from kitae.engines.engine_pool import EnginePool
 from kitae.engines.fake import FakeEngine, Pace
-from kitae.engines.fleet import Fleet
 from kitae.errors import EngineError, RequestError, WeightsDamaged
 from kitae.weights.probe import Probe
 
@@ -26,17 +26,17 @@ def virtual(body: Callable[[], Any]) -> Any:
         return runner.run(body())
 
 
-def fleet(count: int, pace: Pace | None = None, **options: Any) -> Fleet:
-    return Fleet([FakeEngine(lambda r: (7,) * 100, pace or Pace(step=1.0), **options) for _ in range(count)])
+def pool(count: int, pace: Pace | None = None, **options: Any) -> EnginePool:
+    return EnginePool.of([FakeEngine(lambda r: (7,) * 100, pace or Pace(step=1.0), **options) for _ in range(count)])
 
 
-def loads(engine: Fleet) -> list[int]:
-    return [e.stats().running for e in engine.engines]
+def loads(engine: EnginePool) -> list[int]:
+    return [e.stats().running for e in engine.members]
 
 
 def test_groups_stay_together_on_the_engine_with_the_fewest_requests() -> None:
     async def body() -> None:
-        engine = fleet(3)
+        engine = pool(3)
         asked = [request(f"{g}/{i}", share=str(g)) for g in range(3) for i in range(4)]
         asked += [request("alone/0", tokens=4), request("alone/1", tokens=4)]
         tasks = [asyncio.create_task(engine.generate(r)) for r in asked]
@@ -50,7 +50,7 @@ def test_groups_stay_together_on_the_engine_with_the_fewest_requests() -> None:
         assert loads(engine) == [5, 4, 4], "while the others of its group run, it goes where they are"
         await asyncio.gather(*tasks, late)
         assert engine.stats().busy_seconds == pytest.approx((13.5 + 8 + 8) / 3), "the mean"
-        assert engine._homes == {} and engine._stays == {} and [m.load for m in engine._members] == [0, 0, 0]
+        assert engine._homes == {} and engine._requests == {} and [p.load for p in engine._places] == [0, 0, 0]
 
     virtual(body)
 
@@ -59,13 +59,13 @@ def test_whoever_asks_for_its_stats_changes_nothing() -> None:
     """A watchdog asks from its own thread, while engines come and go."""
 
     async def body() -> None:
-        engine = fleet(2)
+        engine = pool(2)
         await engine.generate(request("0"))
-        past, accounted = engine._past, [member.busy for member in engine._members]
+        past, accounted = engine._past, dict(engine._busy)
         busy = engine.stats().busy_seconds
         assert busy == engine.stats().busy_seconds == pytest.approx(8 / 2)
-        assert engine._past is past and [member.busy for member in engine._members] == accounted
-        await engine.leave(engine.engines[1])
+        assert engine._past is past and engine._busy == accounted
+        await engine.leave(engine.members[1])
         assert engine.stats().busy_seconds == pytest.approx(8 / 2), "by the number that there was"
         await engine.generate(request("1"))
         assert engine.stats().busy_seconds == pytest.approx(8 / 2 + 8)
@@ -75,7 +75,7 @@ def test_whoever_asks_for_its_stats_changes_nothing() -> None:
 
 def test_everything_else_is_for_all() -> None:
     async def body() -> None:
-        engine = fleet(2, Pace(step=1.0, update=2.0))
+        engine = pool(2, Pace(step=1.0, update=2.0))
         tasks = [asyncio.create_task(engine.generate(request(str(i), tokens=50))) for i in range(4)]
         await asyncio.sleep(3.5)
         assert await engine.update_weights(WeightUpdate(1)) == 1
@@ -120,7 +120,7 @@ class Odd(FakeEngine):
 
 def test_a_watchdog_may_ask_while_requests_come_and_go() -> None:
     """From its own thread, which is let in after every few instructions."""
-    engine, stop, asked = fleet(1, Pace(step=1.0, batch=2000)), threading.Event(), list[int]()
+    engine, stop, asked = pool(1, Pace(step=1.0, batch=2000)), threading.Event(), list[int]()
     errors: list[BaseException] = []
 
     def look_on() -> None:
@@ -151,12 +151,12 @@ def test_it_can_do_what_all_of_them_can() -> None:
     engines = [Odd(), Odd(), Odd()]
     engines[0].capabilities = Capabilities(shares_weights=True, scores=True, seeded=False)
     engines[1].capabilities = Capabilities(shares_weights=True, scores=True)
-    assert Fleet(engines[:2]).capabilities == Capabilities(shares_weights=True, scores=True, seeded=False)
-    assert Fleet(engines).capabilities == Capabilities(shares_weights=True, seeded=False, stop_strings=False)
+    assert EnginePool.of(engines[:2]).capabilities == Capabilities(shares_weights=True, scores=True, seeded=False)
+    assert EnginePool.of(engines).capabilities == Capabilities(shares_weights=True, seeded=False, stop_strings=False)
 
 
 def test_every_engine_is_probed() -> None:
-    found = asyncio.run(Fleet([Odd(version=3), Odd(version=4)]).probe())
+    found = asyncio.run(EnginePool.of([Odd(version=3), Odd(version=4)]).probe())
     assert found == (Probe(3, (-1.0,)), Probe(4, (-1.0,)))
 
 
@@ -164,16 +164,16 @@ def test_an_update_goes_to_all_before_an_error_is_raised_and_the_worst_counts() 
     damaged, gone = WeightsDamaged("damaged"), EngineError("gone")
     engines = [Odd(error=damaged), Odd(error=gone), Odd()]
     with pytest.raises(EngineError, match="gone"):
-        asyncio.run(Fleet(engines).update_weights(WeightUpdate(3)))
+        asyncio.run(EnginePool.of(engines).update_weights(WeightUpdate(3)))
     assert [engine.updates for engine in engines] == [1, 1, 1] and engines[2].stats().version == 3
     with pytest.raises(WeightsDamaged):
-        asyncio.run(Fleet([engines[2], engines[0]]).update_weights(WeightUpdate(4)))
+        asyncio.run(EnginePool.of([engines[2], engines[0]]).update_weights(WeightUpdate(4)))
 
 
-def test_what_is_no_fleet_is_refused() -> None:
+def test_what_is_no_pool_is_refused() -> None:
     with pytest.raises(EngineError, match="at least 1 engine, got 0"):
-        Fleet([])
+        EnginePool.of([])
     with pytest.raises(EngineError, match="share the trainer's weights, or none, got both"):
-        Fleet([Odd(), Odd(shares_weights=False)])
+        EnginePool.of([Odd(), Odd(shares_weights=False)])
     with pytest.raises(EngineError, match=r"must serve version 3, got \[3, 5\]"):
-        asyncio.run(Fleet([Odd(), Odd(version=5)]).update_weights(WeightUpdate(3)))
+        asyncio.run(EnginePool.of([Odd(), Odd(version=5)]).update_weights(WeightUpdate(3)))
