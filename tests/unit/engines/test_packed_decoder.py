@@ -270,6 +270,7 @@ def test_answers_are_those_of_the_modules(architecture: str, load: Load) -> None
         torch.testing.assert_close(torch.tensor(ours.logprobs), torch.tensor(plain.logprobs), atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("architecture", ["llama", "mixtral", "gpt_oss"])
 def test_an_answer_in_float32_is_the_same_alone_among_others_and_after_preemption(
     architecture: str, load: Load
@@ -469,6 +470,7 @@ def test_weights_may_change_between_two_steps(load: Load) -> None:
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.parametrize("targets", ["all-linear", "q_proj,v_proj"])
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "gemma3"])
 def test_adapters_are_merged_into_the_copies(architecture: str, targets: str, load: Load) -> None:
@@ -493,6 +495,7 @@ def round_as_eights(policy: Policy) -> None:
                 module.weight.data.copy_(part)
 
 
+@pytest.mark.thorough(keep=3)
 @pytest.mark.parametrize("lora", [0, 4])
 @pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma3"])
 def test_weights_in_8_bits_are_rounded_copies(architecture: str, lora: int, load: Load) -> None:

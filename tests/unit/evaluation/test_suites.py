@@ -81,6 +81,7 @@ def test_every_public_suite_has_a_row_here() -> None:
     assert ROWS.keys() == RIGHT.keys() == KNOWN.keys()
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.parametrize("name", KNOWN)
 def test_a_public_suite_is_read_asked_and_judged(name: str, folder: Path) -> None:
     (suite,) = find_suites([name], str(folder), None)

@@ -83,6 +83,7 @@ def with_limits(x: Tensor, chosen: Tensor, gates: Tensor, gate_up: Tensor, down:
     return torch.stack(rows)
 
 
+@pytest.mark.thorough(keep=5)
 @pytest.mark.parametrize("name", CHOICES)
 @pytest.mark.parametrize(("dtype", "master"), [(torch.float32, False), (torch.float32, True), (torch.bfloat16, True)])
 def test_limits_and_biases(name: str, dtype: torch.dtype, master: bool) -> None:

@@ -69,6 +69,7 @@ def test_there_are_no_circles(part: str) -> None:
         assert start not in reached
 
 
+@pytest.mark.thorough
 def test_triton_is_imported_where_it_is_needed_alone() -> None:
     trees = {name: ast.parse(path.read_text()) for name, path in MODULES.items()}
     at_the_top = {name: imports(tree.body) for name, tree in trees.items()}

@@ -89,6 +89,7 @@ def with_adapters(policy: Policy) -> Policy:
 CASES = [("llama", 0), ("qwen2", 0), ("qwen3", 4), ("gemma3", 0), ("mistral", 0)]
 
 
+@pytest.mark.thorough(keep=3)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("architecture", "lora"), CASES)
 def test_the_trainer_finds_what_the_engine_reported(
@@ -108,6 +109,7 @@ def test_without_exact_mode_there_is_a_gap(tiny_policy: TinyPolicy) -> None:
     assert gap(policy, to_samples(asked, generate(policy, asked)[0])) > 1e-3
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_rollout_does_not_depend_on_the_others(dtype: str, tiny_policy: TinyPolicy) -> None:
     policy = tiny_policy("qwen2", dtype=dtype, exact=True)

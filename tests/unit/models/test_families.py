@@ -110,6 +110,7 @@ async def sample(policy: Policy) -> list[tuple[Request, Completion]]:
         await engine.close()
 
 
+@pytest.mark.thorough(keep=10)
 @pytest.mark.parametrize("family", RUN)
 def test_log_probs_are_those_of_the_model(family: str, made: Callable[[str], Path]) -> None:
     folder = made(family)
@@ -125,6 +126,7 @@ def test_log_probs_are_those_of_the_model(family: str, made: Callable[[str], Pat
         torch.testing.assert_close(ours, expected, atol=1e-4, rtol=0)
 
 
+@pytest.mark.thorough(keep=10)
 @pytest.mark.parametrize("family", RUN)
 def test_nothing_is_left_to_chance_in_training(family: str, made: Callable[[str], Path], tmp_path: Path) -> None:
     """Modules are in training mode where activations are computed again: dropout has many names."""
@@ -138,6 +140,7 @@ def test_nothing_is_left_to_chance_in_training(family: str, made: Callable[[str]
     assert torch.equal(policy.score(row), policy.score(row))
 
 
+@pytest.mark.thorough(keep=10)
 @pytest.mark.parametrize("family", RUN)
 def test_what_is_fused(family: str, made: Callable[[str], Path]) -> None:
     """On a CPU: layers of the trainer, and whether a GPU's decoder would be tried."""
@@ -155,6 +158,7 @@ def test_what_is_fused(family: str, made: Callable[[str], Path]) -> None:
 PLAIN = ("llama", "mistral", "ministral", "qwen2", "qwen3", "seed_oss", "phi3", "smollm3", "mixtral", "qwen3_moe")
 
 
+@pytest.mark.thorough(keep=6)
 @pytest.mark.parametrize("family", [name for name in RUN if ROWS[name][2] == "kernels"])
 def test_kernels_that_know_plain_layers_alone_get_no_others(family: str, made: Callable[[str], Path]) -> None:
     """Those of a few rows on a GPU."""

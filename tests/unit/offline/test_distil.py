@@ -40,6 +40,7 @@ def divergence(logq_NV: torch.Tensor, logp_NV: torch.Tensor, beta: float) -> tor
     return beta * (p * (logp_NV - m)).sum(-1) + (1 - beta) * (q * (logq_NV - m)).sum(-1)
 
 
+@pytest.mark.thorough
 def test_the_student_comes_closer_and_what_is_reported_is_the_divergence(config: StageConfig, teacher: Path) -> None:
     assert config.measure == "divergence"
     result = run_stage(config)

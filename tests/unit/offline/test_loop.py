@@ -64,6 +64,7 @@ def sft(tmp_path: Path) -> StageConfig:
     return stage_config(tmp_path, epochs=4)
 
 
+@pytest.mark.thorough
 def test_the_likelihood_of_demonstrations_rises(sft: StageConfig) -> None:
     result = run_stage(sft)
     steps = [row for row in rows_of(result.folder) if row["kind"] == "step"]
@@ -137,7 +138,7 @@ def test_an_evaluation_that_was_cut_off_is_made_up_for(
     assert rows_of(broken) == rows_of(whole)
 
 
-@pytest.mark.thorough(keep=1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("file", ["train.jsonl", "held_out.jsonl"])
 def test_a_run_goes_on_with_the_examples_that_it_began_with(sft: StageConfig, tmp_path: Path, file: str) -> None:
     folder = run_stage(override_config(sft, ["training.steps=2"])).folder

@@ -134,6 +134,7 @@ def test_how_rows_are_cut_does_not_matter(make: Callable[..., StageConfig]) -> N
         assert wide[-1]["loss"] == pytest.approx(narrow[-1]["loss"], rel=1e-4), kind
 
 
+@pytest.mark.thorough
 def test_a_prompt_is_computed_once_for_both_answers(make: Callable[..., StageConfig]) -> None:
     """Tokens of the rows: with shared prompts, fewer by the prompts of the batch."""
     shared, apart = (

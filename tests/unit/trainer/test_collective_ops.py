@@ -127,6 +127,7 @@ def test_what_ranks_tell_each_other(found: Found) -> None:
     assert found.of_peers.numbers() == {"seen": 3, "top": 1}
 
 
+@pytest.mark.thorough
 def test_ranks_are_one_process(found: Found) -> None:
     """Also where one of them has nothing to do; and what a model and its reference say of tokens afterwards."""
     for case, result in found.results:

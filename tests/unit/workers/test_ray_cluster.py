@@ -66,6 +66,7 @@ def few(nodes: Any) -> Iterator[OwnNodes]:
     own.close()
 
 
+@pytest.mark.thorough
 def test_a_node_that_is_removed(few: OwnNodes) -> None:
     """It is noticed within seconds, and what was there finds a place on another node."""
     added = few.add(9, num_cpus=64)

@@ -12,6 +12,7 @@ from kitae.workers.backends import open_cluster
 from kitae.workers.config import ClusterConfig
 
 
+@pytest.mark.thorough
 def test_without_ray() -> None:
     """All else must work, and the one thing that does not says how to help it."""
     program = (

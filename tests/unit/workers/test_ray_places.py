@@ -57,6 +57,7 @@ def test_labels_and_spreading(nodes: Any) -> None:
     assert len(set(asyncio.run(labelled()))) == 1
 
 
+@pytest.mark.thorough
 def test_one_more_than_was_foreseen(nodes: Any) -> None:
     """It finds a place of its own, which is given back with it."""
 

@@ -495,7 +495,6 @@ def test_each_engine_serves_what_it_was_told(
     assert {c.versions[0] for c in got[:4]} == {0} and {c.versions[0] for c in got[4:]} == {3}
 
 
-@pytest.mark.thorough
 def test_in_a_pool_a_lost_process_gives_its_requests_to_the_others(
     model: ModelConfig, policy: Policy, publisher: MemoryPublisher, run: Run[Any]
 ) -> None:

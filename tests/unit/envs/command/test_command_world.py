@@ -189,6 +189,7 @@ def test_a_proxy_is_not_asked_for_this_machine(tmp_path: Path, monkeypatch: pyte
     assert rollout.score is not None and rollout.score.value == 1, rollout.score
 
 
+@pytest.mark.thorough(keep=3)
 @pytest.mark.parametrize(
     ("program", "reason"),
     [

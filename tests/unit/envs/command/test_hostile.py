@@ -76,6 +76,7 @@ def test_a_daemon_ends_with_its_episode_though_its_keeper_was_killed(tmp_path: P
     _until(lambda: gone(tmp_path))
 
 
+@pytest.mark.thorough
 def test_nothing_outlives_a_killed_run(tmp_path: Path) -> None:
     boot = f"""
 import sys
