@@ -12,7 +12,7 @@ from typing import Any, Self
 
 from kitae.errors import KitaeError
 from kitae.workers.templates.template import Template
-from kitae.workers.templates.worker_handle import OutOfTimeError, WorkerDied, WorkerProcess
+from kitae.workers.templates.worker_handle import OutOfTimeError, TemplateWorker, WorkerDied
 
 
 class EpisodeProcessLost(Exception):
@@ -48,7 +48,7 @@ class EpisodeProcesses:
         """A process for one episode. It is forked at the first request."""
         return EpisodeProcess(self)
 
-    async def spawn(self, process: "EpisodeProcess") -> WorkerProcess:
+    async def spawn(self, process: "EpisodeProcess") -> TemplateWorker:
         worker = await self._template.spawn()
         self._working.add(process)
         return worker
@@ -62,7 +62,7 @@ class EpisodeProcess:
 
     def __init__(self, processes: EpisodeProcesses) -> None:
         self._processes = processes
-        self._process: WorkerProcess | None = None
+        self._process: TemplateWorker | None = None
         self._asked = 0
 
     async def ask(self, job: Mapping[str, Any], seconds: float) -> dict[str, Any]:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def main(setup: dict[str, Any], stream: socket.socket) -> None:
-    """At a post (`kitae.workers.worker_main`)."""
+    """In a worker process (`kitae.workers.worker_main`)."""
     run_rank(setup, stream, _make)
 
 

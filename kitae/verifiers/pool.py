@@ -39,7 +39,7 @@ from kitae.verifiers.verifier_registry import VERIFIERS
 from kitae.workers.background_tasks import BackgroundTasks
 from kitae.workers.templates.template import Template
 from kitae.workers.templates.template_main import MAX_CONTROL
-from kitae.workers.templates.worker_handle import OutOfTimeError, WorkerDied, WorkerProcess
+from kitae.workers.templates.worker_handle import OutOfTimeError, TemplateWorker, WorkerDied
 
 _PATIENCE = 2.5  # times the usual duration, after which a check is set aside
 _SHORTEST, _LONGEST, _FIRST = 0.015, 0.5, 5.0  # seconds between which that lies; the first check may have to import
@@ -468,7 +468,7 @@ class _Worker:
         self.spoilt = False
         self.watch: asyncio.Handle  # of its check
         self._template = template
-        self._process: WorkerProcess | None = None
+        self._process: TemplateWorker | None = None
         self._absence = "it was never started"
 
     @property

@@ -20,7 +20,7 @@ from kitae.store.columns import StoredText
 from kitae.types import LazyText, Prompt, Score
 from kitae.verifiers.config import VerifierConfig
 from kitae.verifiers.pool import PoolStats, gold_of
-from kitae.workers.base import Cluster, Duty
+from kitae.workers.base import Cluster, LaunchSpec
 from kitae.workers.connection import Deadlines, RemoteWorker
 from kitae.workers.frames import Frame
 from kitae.workers.pool import Replacement, WorkerPool
@@ -113,9 +113,9 @@ class HostedPool(WorkerPool[VerifierHost]):
 
     async def _begin(self, number: int) -> VerifierHost:
         name = self.name_of(number)
-        duty = Duty(name, "kitae.verifiers.pool_process", self._setup, POOL)
+        spec = LaunchSpec(name, "kitae.verifiers.pool_process", self._setup, POOL)
         try:
-            remote = await RemoteWorker.start(self._cluster, duty, self._limits, VerifierError, self._on_event)
+            remote = await RemoteWorker.start(self._cluster, spec, self._limits, VerifierError, self._on_event)
         except WorkerLost as error:
             raise VerifierError(f"{name} could not start: {error}") from None
         return VerifierHost(remote)

@@ -1,4 +1,4 @@
-"""The cluster seam: processes somewhere, each at a *post*, with one connection to the controller.
+"""The cluster seam: worker processes somewhere, each with one connection to the controller.
 
 The controller, which is the process of `kitae train`, says what is to run and in which pool; the back-end finds a
 place for it, starts it there and says how it ended. What the two sides tell each other (`kitae.workers.frames`) is no
@@ -12,12 +12,14 @@ from typing import Any, Protocol
 
 
 @dataclass(frozen=True, slots=True)
-class Duty:
-    """What runs at a post: `Duty("engine 0", "kitae.engines.process.engine_main", {"model": {…}}, pool="engines")`.
+class LaunchSpec:
+    """What runs in a worker process, and what it needs.
+
+    `LaunchSpec("engine 0", "kitae.engines.process.engine_main", {"model": {…}}, pool="engines")`
 
     module: has `main(setup, stream)`, which is called there with the setup and a connected socket. setup: JSON. threads
-    and cores: of processors; None: as many as the place gives. descriptors: files that it inherits, at a post on this
-    machine alone.
+    and cores: of processors; None: as many as the place gives. descriptors: files that it inherits, in a process on
+    this machine alone.
     """
 
     name: str
@@ -30,12 +32,12 @@ class Duty:
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
-class PostError(Exception):
-    """A post could not be had; the message says why. What it means is for whoever wanted it."""
+class LaunchError(Exception):
+    """A worker process could not be started; the message says why. The caller decides what that means."""
 
 
-class Post(Protocol):
-    """A process that was started for a duty.
+class WorkerProcess(Protocol):
+    """A process that was launched.
 
     `wait` returns when the process is gone, and says how it ended; `words` is the end of what it wrote, for messages.
     `kill` ends it at once, wherever it is, and all that it has started. where: the machine, for messages.
@@ -53,10 +55,11 @@ class Post(Protocol):
 
 
 class Cluster(Protocol):
-    """`start` gives a post once its process is connected; `PostError` where there is none to be had, in time.
+    """Back-end that launches worker processes. `start` returns one that is connected; `LaunchError` where there is no
+    place for it in time.
 
-    host: the address at which posts reach this process. remote: whether they may be on other machines, which know
-    nothing of this one's memory and files. `close` ends all that is left.
+    host: the address at which worker processes reach this process. remote: whether they may be on other machines, which
+    know nothing of this one's memory and files. `close` ends all that is left.
     """
 
     remote: bool
@@ -64,15 +67,15 @@ class Cluster(Protocol):
     @property
     def host(self) -> str: ...
 
-    async def start(self, duty: Duty) -> Post: ...
+    async def start(self, spec: LaunchSpec) -> WorkerProcess: ...
     async def close(self) -> None: ...
 
 
-async def end_posts(posts: Iterable[Post]) -> None:
+async def end_processes(processes: Iterable[WorkerProcess]) -> None:
     """All at once; it returns when their processes are gone."""
-    left = list(posts)
-    for post in left:
-        post.kill()
-    for post in left:
-        await post.wait()
-        post.writer.transport.abort()
+    left = list(processes)
+    for process in left:
+        process.kill()
+    for process in left:
+        await process.wait()
+        process.writer.transport.abort()

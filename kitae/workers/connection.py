@@ -14,7 +14,7 @@ from typing import Any
 
 import kitae.errors as errors
 from kitae.errors import KitaeError, WorkerLost
-from kitae.workers.base import Cluster, Duty, Post, PostError
+from kitae.workers.base import Cluster, LaunchError, LaunchSpec, WorkerProcess
 from kitae.workers.deadlines import within
 from kitae.workers.frames import Array, Frame, pack_frame, read_frame
 
@@ -50,9 +50,13 @@ class RemoteWorker:
     """
 
     def __init__(
-        self, post: Post, limits: Deadlines, on_event: Callable[[Frame], None], stalled: Callable[[float], str]
+        self,
+        process: WorkerProcess,
+        limits: Deadlines,
+        on_event: Callable[[Frame], None],
+        stalled: Callable[[float], str],
     ) -> None:
-        self.post = post
+        self.process = process
         self.limits = limits
         self.greeting: Mapping[str, Any] = {}
         self.status: Mapping[str, Any] = {}
@@ -69,7 +73,7 @@ class RemoteWorker:
     async def start(
         cls,
         cluster: Cluster,
-        duty: Duty,
+        spec: LaunchSpec,
         limits: Deadlines,
         error: type[KitaeError],
         on_event: Callable[[Frame], None] = lambda frame: None,
@@ -82,10 +86,10 @@ class RemoteWorker:
         the seconds since the last time; says what is wrong with a worker that lives, or nothing.
         """
         try:
-            post = await cluster.start(duty)
-        except PostError as problem:
+            process = await cluster.start(spec)
+        except LaunchError as problem:
             raise error(str(problem)) from None
-        remote = cls(post, limits, on_event, stalled)
+        remote = cls(process, limits, on_event, stalled)
         try:
             await remote._greet(error)
         except BaseException:
@@ -95,7 +99,7 @@ class RemoteWorker:
 
     @property
     def pid(self) -> int:
-        return self.post.pid
+        return self.process.pid
 
     @property
     def gone(self) -> str:
@@ -107,7 +111,7 @@ class RemoteWorker:
     @property
     def last_words(self) -> str:
         """The end of what it wrote, as the end of a sentence."""
-        words = self.post.words
+        words = self.process.words
         return f"; its stderr ends with:\n{words}" if words else ""
 
     async def call(
@@ -144,13 +148,13 @@ class RemoteWorker:
     def send(self, header: Mapping[str, Any], arrays: Mapping[str, Array] | None = None) -> None:
         packed = pack_frame(header, arrays)
         if not self.gone:
-            self.post.writer.write(packed)
+            self.process.writer.write(packed)
 
     def lose(self, why: str) -> None:
         """Give it up."""
         if self.gone:
             return
-        self.post.kill()
+        self.process.kill()
         self.lost.set_result(why if self.last_words in why else why + self.last_words)
         self._fail_calls()
 
@@ -159,18 +163,18 @@ class RemoteWorker:
         with suppress(KitaeError, TimeoutError):
             await self.call("close", limit=self.limits.close)
             self._ended = True
-            await within(self.limits.close, asyncio.create_task(self.post.wait()))
+            await within(self.limits.close, asyncio.create_task(self.process.wait()))
         await self.end()
 
     async def end(self) -> None:
         """Make sure that it is gone, and let go of everything that belongs to it."""
         self._ended = True
-        self.post.kill()
+        self.process.kill()
         self._fail_calls()
         for task in self._tasks:
             task.cancel()
-        self.post.writer.transport.abort()
-        await self.post.wait()
+        self.process.writer.transport.abort()
+        await self.process.wait()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def _fail_calls(self) -> None:
@@ -180,7 +184,7 @@ class RemoteWorker:
 
     async def _greet(self, error: type[KitaeError]) -> None:
         try:
-            first = await within(self.limits.start, asyncio.create_task(read_frame(self.post.reader)))
+            first = await within(self.limits.start, asyncio.create_task(read_frame(self.process.reader)))
         except TimeoutError:
             raise WorkerLost(f"it was not ready within {self.limits.start:g} s{self.last_words}") from None
         if first is None:
@@ -191,7 +195,7 @@ class RemoteWorker:
         self._tasks = [asyncio.create_task(self._listen()), asyncio.create_task(self._watch())]
 
     async def _listen(self) -> None:
-        while (frame := await read_frame(self.post.reader)) is not None:
+        while (frame := await read_frame(self.process.reader)) is not None:
             self._heard = True
             self.status = frame.header.get("status", self.status)
             future = self._calls.get(frame.header.get("re", -1))
@@ -220,11 +224,13 @@ class RemoteWorker:
     async def _post_mortem(self) -> str:
         """Why a process that closed the connection did so. Where nobody can say for a while, its machine is gone too:
         who waits for its work need not wait for that."""
-        ended = asyncio.create_task(self.post.wait())
+        ended = asyncio.create_task(self.process.wait())
         await asyncio.wait({ended}, timeout=1)
-        self.post.kill()
+        self.process.kill()
         await asyncio.wait({ended}, timeout=_INQUEST)
-        how = ended.result() if ended.done() else f"it broke off the connection, and {self.post.where} does not answer"
+        how = (
+            ended.result() if ended.done() else f"it broke off the connection, and {self.process.where} does not answer"
+        )
         return f"{how}{self.last_words}"
 
 

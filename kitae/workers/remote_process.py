@@ -1,4 +1,4 @@
-"""The process of a post, seen by the one that started it: on the controller's machine, or on another."""
+"""A worker process, as seen by the process that started it: on the controller's machine, or on another."""
 
 import asyncio
 import os
@@ -8,14 +8,14 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Self
 
-from kitae.workers.base import Duty
+from kitae.workers.base import LaunchSpec
 from kitae.workers.process_status import describe
 from kitae.workers.worker_main import BOOT
 
 _WORDS = 4_000  # bytes of what a process wrote that are remembered
 
 
-class PostProcess:
+class LaunchedProcess:
     """Made by `launch`. ended: becomes how it ended. heard: bytes that it wrote so far."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
@@ -29,7 +29,7 @@ class PostProcess:
     @classmethod
     async def launch(
         cls,
-        duty: Duty,
+        spec: LaunchSpec,
         stdin: int,
         environment: Mapping[str, str],
         paths: Sequence[str] | None = None,
@@ -39,17 +39,17 @@ class PostProcess:
 
         paths: of its imports; folder: where it works; None: as here.
         """
-        threads = {} if duty.threads is None else {"OMP_NUM_THREADS": str(duty.threads)}
+        threads = {} if spec.threads is None else {"OMP_NUM_THREADS": str(spec.threads)}
         return cls(
             await asyncio.create_subprocess_exec(
-                *(sys.executable, "-c", BOOT, duty.module, *(sys.path if paths is None else paths)),
+                *(sys.executable, "-c", BOOT, spec.module, *(sys.path if paths is None else paths)),
                 stdin=stdin,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.STDOUT,
                 start_new_session=True,  # deaf to Ctrl-C
-                pass_fds=duty.descriptors,
+                pass_fds=spec.descriptors,
                 cwd=folder,
-                env={**environment, **threads, **duty.environment},
+                env={**environment, **threads, **spec.environment},
             )
         )
 

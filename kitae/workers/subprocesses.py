@@ -1,11 +1,11 @@
-"""Posts on this machine: plain subprocesses, each on one end of a pair of sockets."""
+"""Worker processes on this machine: plain subprocesses, each on one end of a pair of sockets."""
 
 import asyncio
 import os
 import socket
 
-from kitae.workers.base import Duty, PostError, end_posts
-from kitae.workers.remote_process import PostProcess
+from kitae.workers.base import LaunchError, LaunchSpec, end_processes
+from kitae.workers.remote_process import LaunchedProcess
 from kitae.workers.worker_main import pack_order
 
 
@@ -16,35 +16,35 @@ class LocalCluster:
     remote = False
 
     def __init__(self) -> None:
-        self._posts: set[LocalPost] = set()
+        self._processes: set[LocalProcess] = set()
 
-    async def start(self, duty: Duty) -> "LocalPost":
+    async def start(self, spec: LaunchSpec) -> "LocalProcess":
         ours, theirs = socket.socketpair()
         with theirs:
             reader, writer = await asyncio.open_connection(sock=ours)
             try:
-                process = await PostProcess.launch(duty, theirs.fileno(), os.environ)
+                launched = await LaunchedProcess.launch(spec, theirs.fileno(), os.environ)
             except BaseException as error:
                 writer.transport.abort()
                 if isinstance(error, OSError):
-                    raise PostError(f"{duty.name} could not start: {error}") from None
+                    raise LaunchError(f"{spec.name} could not start: {error}") from None
                 raise
-        post = LocalPost(process, reader, writer)  # it is known here before anybody can be cancelled
-        writer.write(pack_order(duty, os.getpid()))
-        self._posts.add(post)
-        process.ended.add_done_callback(lambda _: self._posts.discard(post))
-        return post
+        process = LocalProcess(launched, reader, writer)  # it is known here before anybody can be cancelled
+        writer.write(pack_order(spec, os.getpid()))
+        self._processes.add(process)
+        launched.ended.add_done_callback(lambda _: self._processes.discard(process))
+        return process
 
     async def close(self) -> None:
-        await end_posts(self._posts)
+        await end_processes(self._processes)
 
 
-class LocalPost:
-    """Implements `kitae.workers.base.Post`."""
+class LocalProcess:
+    """Implements `kitae.workers.base.WorkerProcess`."""
 
     where = "this machine"
 
-    def __init__(self, process: PostProcess, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def __init__(self, process: LaunchedProcess, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.pid = process.pid
         self.reader = reader
         self.writer = writer

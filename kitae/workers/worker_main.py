@@ -1,4 +1,4 @@
-"""What runs at a post: connects with the controller, then does its duty.
+"""What runs in a worker process: connects with the controller, then runs the module of its launch spec.
 
     python -c … MODULE PATHS…     MODULE: for who looks at processes; PATHS: of our imports
 
@@ -16,7 +16,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from kitae.workers.base import Duty
+from kitae.workers.base import LaunchSpec
 
 BOOT = "import sys; sys.path[:] = sys.argv[2:]; from kitae.workers.worker_main import main; main()"
 
@@ -24,10 +24,10 @@ _PATIENCE = 60.0  # seconds to reach the controller
 _SIZE = 8  # bytes of the length of an order
 
 
-def pack_order(duty: Duty, parent: int, connect: Mapping[str, Any] | None = None) -> bytes:
+def pack_order(spec: LaunchSpec, parent: int, connect: Mapping[str, Any] | None = None) -> bytes:
     """What the process is sent first. parent: the process that starts it."""
-    cores = None if duty.cores is None else list(duty.cores)
-    order = {"module": duty.module, "setup": dict(duty.setup), "cores": cores, "parent": parent, "connect": connect}
+    cores = None if spec.cores is None else list(spec.cores)
+    order = {"module": spec.module, "setup": dict(spec.setup), "cores": cores, "parent": parent, "connect": connect}
     text = json.dumps(order).encode()
     return len(text).to_bytes(_SIZE, "big") + text
 
@@ -42,7 +42,7 @@ def main() -> None:
 
 
 def _read(count: int) -> bytes:
-    """So much of the standard input, and not a byte more: what follows is for the duty."""
+    """So much of the standard input, and not a byte more: what follows is for the module."""
     found = b""
     while len(found) < count:
         chunk = os.read(0, count - len(found))

@@ -28,7 +28,7 @@ from kitae.weights.base import Manifest
 from kitae.weights.probe import Probe
 from kitae.weights.published_version import WeightStore, hold_update
 from kitae.workers.background_tasks import BackgroundTasks
-from kitae.workers.base import Cluster, Duty
+from kitae.workers.base import Cluster, LaunchSpec
 from kitae.workers.connection import CallFailed, Deadlines, RemoteWorker
 from kitae.workers.frames import Frame
 from kitae.workers.subprocesses import LocalCluster
@@ -95,7 +95,7 @@ class ProcessEngine:
         }
         own_cores = None if cores is None else tuple(cores)
         module = "kitae.engines.process.engine_main"
-        self._duty = Duty(name, module, setup, pool, threads, own_cores, address.descriptors)
+        self._spec = LaunchSpec(name, module, setup, pool, threads, own_cores, address.descriptors)
         self._weight_store = weight_store
         self._cluster = cluster or LocalCluster()
         self._version = version
@@ -113,9 +113,9 @@ class ProcessEngine:
         """Start the process and wait until it serves what was published last; `EngineError` if it cannot."""
         try:
             remote = self._remote = await RemoteWorker.start(
-                self._cluster, self._duty, self._limits, EngineError, self._on_event, self._stalled
+                self._cluster, self._spec, self._limits, EngineError, self._on_event, self._stalled
             )
-            self.lost, self.name = remote.lost, f"{self._duty.name} (process {remote.pid})"
+            self.lost, self.name = remote.lost, f"{self._spec.name} (process {remote.pid})"
             await self._check_shared(remote)
             async with self._weight_store.hold() as manifest:
                 if manifest is not None:
@@ -126,7 +126,7 @@ class ProcessEngine:
                     self._version = manifest.version
         except WorkerLost as error:
             await self.close()
-            raise EngineError(f"{self._duty.name} could not start: {error}") from None
+            raise EngineError(f"{self._spec.name} could not start: {error}") from None
         except BaseException:
             await self.close()
             raise
@@ -142,7 +142,7 @@ class ProcessEngine:
             await asyncio.sleep(_MOMENT)
         raise EngineError(
             f"the run folder must be on a disk that all machines share, but {path}, which the process on "
-            f"{remote.post.where} writes, is not seen here"
+            f"{remote.process.where} writes, is not seen here"
         )
 
     @property

@@ -1,4 +1,4 @@
-"""A trainer in many processes: ranks at posts of a cluster, each with a shard of the models, and their driver here.
+"""A trainer in many processes: ranks in worker processes of a cluster, each with a shard of the models, and their driver here.
 
 What one process computes with all rows, the ranks compute with some rows each. Every call goes to all of them, in the
 same order (`kitae.trainer.parallel.rank_process`). The trainer is lost with any of its ranks: what the others hold of
@@ -28,7 +28,7 @@ from kitae.trainer.sample_wire import samples_to_wire
 from kitae.types import Sample, SampleKey
 from kitae.weights.base import Address, Manifest, Mode
 from kitae.weights.published_version import ReadWriteLock, WeightStore
-from kitae.workers.base import Cluster, Duty
+from kitae.workers.base import Cluster, LaunchSpec
 from kitae.workers.connection import CallFailed, Deadlines, RemoteWorker
 from kitae.workers.frames import Array, Frame
 
@@ -98,8 +98,8 @@ class RankedTrainer:
     async def _start_rank(self, setup: Mapping[str, Any]) -> RemoteWorker:
         name = f"rank {setup['rank']} of the trainer"
         environment = {} if self._cluster.remote else {"GLOO_SOCKET_IFNAME": "lo"}
-        duty = Duty(name, self._module, setup, POOL, self._threads, environment=environment)
-        return await RemoteWorker.start(self._cluster, duty, self._limits, TrainerError)
+        spec = LaunchSpec(name, self._module, setup, POOL, self._threads, environment=environment)
+        return await RemoteWorker.start(self._cluster, spec, self._limits, TrainerError)
 
     @property
     def pids(self) -> list[int]:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kitae.workers.base import Duty
-from kitae.workers.remote_process import PostProcess
+from kitae.workers.base import LaunchSpec
+from kitae.workers.remote_process import LaunchedProcess
 from kitae.workers.worker_main import pack_order
 
 _PULSE = 0.5  # seconds between two lots of what a process writes
@@ -39,7 +39,7 @@ class Keeper:
     Its methods are coroutines, so they run in one thread, whose end is the end of the process (see `die_with`).
     """
 
-    _process: PostProcess
+    _process: LaunchedProcess
 
     async def start(
         self, record: Mapping[str, Any], where: Mapping[str, Any], home: str, paths: Sequence[str], folder: str
@@ -49,15 +49,15 @@ class Keeper:
         import ray
 
         known = Path(home).is_dir()
-        duty = Duty(**record)
-        self._process = await PostProcess.launch(
-            duty,
+        spec = LaunchSpec(**record)
+        self._process = await LaunchedProcess.launch(
+            spec,
             asyncio.subprocess.PIPE,
             environment_of(os.environ, ray.get_gpu_ids()),
             paths if known else None,
             folder if known and Path(folder).is_dir() else None,
         )
-        await self._process.order(pack_order(duty, os.getpid(), where))
+        await self._process.order(pack_order(spec, os.getpid(), where))
         context = ray.get_runtime_context()
         return Begun(self._process.pid, ray.util.get_node_ip_address(), context.get_node_id())
 

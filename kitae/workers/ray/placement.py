@@ -6,7 +6,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kitae.workers.base import Duty, PostError
+from kitae.workers.base import LaunchError, LaunchSpec
 from kitae.workers.config import ClusterConfig
 from kitae.workers.demand import Demand, Room, Supplier, hopeless, lone_room, pool_of, refusal
 
@@ -51,12 +51,12 @@ class RayPlaces:
         ]
 
     async def find(self, rooms: Sequence[Room], deadline: float) -> None:
-        """Places for all rooms, or `PostError`: those that were found already stay until the cluster is closed."""
+        """Places for all rooms, or `LaunchError`: those that were found already stay until the cluster is closed."""
         if self._fixed:
             machines = self.machines()
             for room in rooms:
                 if why := hopeless(room, machines):
-                    raise PostError(refusal(room, machines, why))
+                    raise LaunchError(refusal(room, machines, why))
         groups = [self._reserve(room) for room in rooms]
         for room, group in zip(rooms, groups, strict=True):
             await self._settle(room, group, deadline)
@@ -82,38 +82,38 @@ class RayPlaces:
                 self._release(group)
                 machines = self.machines()
                 why = hopeless(room, machines) or f"too little of it is free, within {self._config.patience:g} s"
-                raise PostError(refusal(room, machines, why))
+                raise LaunchError(refusal(room, machines, why))
             await asyncio.sleep(_POLL)
 
     def _table(self, group: Any) -> Mapping[str, Any]:
         if self._closed:
-            raise PostError("the cluster is closed")
+            raise LaunchError("the cluster is closed")
         found: Mapping[str, Any] = self._ray.util.placement_group_table(group)
         return found
 
-    async def take(self, duty: Duty) -> RayPlace:
+    async def take(self, spec: LaunchSpec) -> RayPlace:
         """A place on a node that lives: one that is free, or one more."""
         deadline = asyncio.get_running_loop().time() + self._config.patience
-        free = self._free.setdefault(duty.pool, [])
+        free = self._free.setdefault(spec.pool, [])
         if not free:
-            room = lone_room(self._config, duty.pool)
+            room = lone_room(self._config, spec.pool)
             await self.find([room], deadline)
-            return replace(self._free[duty.pool].pop(), lone=True)
+            return replace(self._free[spec.pool].pop(), lone=True)
         place = free.pop(next((i for i, place in enumerate(free) if self._stands(place)), 0))
         try:
-            await self._until_it_stands(duty, place, deadline)
+            await self._until_it_stands(spec, place, deadline)
         except BaseException:
             self.give_back(place)
             raise
         return place
 
-    async def _until_it_stands(self, duty: Duty, place: RayPlace, deadline: float) -> None:
+    async def _until_it_stands(self, spec: LaunchSpec, place: RayPlace, deadline: float) -> None:
         """Ray finds another node for a bundle whose node is gone."""
         while not self._stands(place):
             if asyncio.get_running_loop().time() > deadline:
                 asked = replace(lone_room(self._config, place.pool), place=pool_of(self._config, place.pool).place)
-                why = f"no place for {duty.name}, whose node is gone, within {self._config.patience:g} s"
-                raise PostError(refusal(asked, self.machines(), why))
+                why = f"no place for {spec.name}, whose node is gone, within {self._config.patience:g} s"
+                raise LaunchError(refusal(asked, self.machines(), why))
             await asyncio.sleep(_POLL)
 
     def _stands(self, place: RayPlace) -> bool:

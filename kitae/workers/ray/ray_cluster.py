@@ -14,14 +14,14 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from kitae.errors import ConfigError
-from kitae.workers.base import Duty, PostError, end_posts
+from kitae.workers.base import LaunchError, LaunchSpec, end_processes
 from kitae.workers.config import ClusterConfig
 from kitae.workers.demand import Demand, Supplier, pool_of, rooms_of
 from kitae.workers.listener import Doorway
 from kitae.workers.ray.actor import Keeper, home
 from kitae.workers.ray.local_nodes import OwnNodes
 from kitae.workers.ray.placement import RayPlace, RayPlaces
-from kitae.workers.ray.ray_process import RayPost, answer_within, await_arrival
+from kitae.workers.ray.ray_process import RayProcess, answer_within, await_arrival
 from kitae.workers.ray.ray_session import connect, first_line, import_ray
 
 _BEGIN = 120.0  # seconds for an actor to come up in a place that it has
@@ -43,7 +43,7 @@ class RayCluster:
         self._ray = ray
         self._own = own
         self._places = RayPlaces(config, ray, fixed=own is not None)
-        self._posts: set[RayPost] = set()
+        self._processes: set[RayProcess] = set()
         self._closed = False
 
     @classmethod
@@ -59,7 +59,7 @@ class RayCluster:
                 deadline = asyncio.get_running_loop().time() + config.patience
             await cluster.doorway.open(ray.util.get_node_ip_address())
             await cluster._places.find(rooms_of(config, counts), deadline)
-        except PostError as error:
+        except LaunchError as error:
             await cluster.close()
             raise ConfigError(str(error)) from None
         except BaseException:
@@ -75,30 +75,30 @@ class RayCluster:
         """The nodes that live, with what they have and what of it is free."""
         return self._places.machines()
 
-    async def start(self, duty: Duty) -> RayPost:
-        if duty.descriptors:
-            raise PostError(f"{duty.name} could not start: descriptors are for a post on this machine alone")
+    async def start(self, spec: LaunchSpec) -> RayProcess:
+        if spec.descriptors:
+            raise LaunchError(f"{spec.name} could not start: descriptors are for a process on this machine alone")
         deadline = asyncio.get_running_loop().time() + self._config.patience
         while True:
             try:
-                return await self._start(duty)
+                return await self._start(spec)
             except self._ray.exceptions.RayError as error:
                 if self._closed or asyncio.get_running_loop().time() > deadline:
-                    raise PostError(f"{duty.name} could not start: {first_line(error)}") from None
+                    raise LaunchError(f"{spec.name} could not start: {first_line(error)}") from None
                 await asyncio.sleep(1)  # its node may be gone without Ray's knowledge so far
 
-    async def _start(self, duty: Duty) -> RayPost:
-        place = await self._places.take(duty)
+    async def _start(self, spec: LaunchSpec) -> RayProcess:
+        place = await self._places.take(spec)
         keeper = self._keeper(place)
         try:
-            post = await self._begin(duty, place, keeper)
+            process = await self._begin(spec, place, keeper)
         except BaseException:
             self._dismiss(keeper)
             self._places.give_back(place)
             raise
-        self._posts.add(post)
-        post.ended.add_done_callback(lambda _: self._forget(post, place))
-        return post
+        self._processes.add(process)
+        process.ended.add_done_callback(lambda _: self._forget(process, place))
+        return process
 
     def _keeper(self, place: RayPlace) -> Any:
         asked = Demand.of(pool_of(self._config, place.pool))
@@ -110,25 +110,25 @@ class RayCluster:
         )(Keeper)
         return made.remote()
 
-    async def _begin(self, duty: Duty, place: RayPlace, keeper: Any) -> RayPost:
-        threads = duty.threads or max(1, int(pool_of(self._config, place.pool).cpus))
-        record = {**asdict(replace(duty, threads=threads, cores=None)), "descriptors": ()}
+    async def _begin(self, spec: LaunchSpec, place: RayPlace, keeper: Any) -> RayProcess:
+        threads = spec.threads or max(1, int(pool_of(self._config, place.pool).cpus))
+        record = {**asdict(replace(spec, threads=threads, cores=None)), "descriptors": ()}
         async with self.doorway.expect() as (where, arrival):
             try:
                 begun = await answer_within(_BEGIN, keeper.start.remote(record, where, *home()))
             except TimeoutError:
-                raise PostError(f"{duty.name} could not start: no actor came up there for {_BEGIN:g} s") from None
-            post = RayPost(self._ray, keeper, begun)
+                raise LaunchError(f"{spec.name} could not start: no actor came up there for {_BEGIN:g} s") from None
+            process = RayProcess(self._ray, keeper, begun)
             try:
-                post.reader, post.writer = await await_arrival(arrival, post, duty.name)
+                process.reader, process.writer = await await_arrival(arrival, process, spec.name)
             except BaseException:
-                post.kill()
+                process.kill()
                 raise
-            return post
+            return process
 
-    def _forget(self, post: RayPost, place: RayPlace) -> None:
-        self._posts.discard(post)
-        self._dismiss(post.keeper)
+    def _forget(self, process: RayProcess, place: RayPlace) -> None:
+        self._processes.discard(process)
+        self._dismiss(process.keeper)
         self._places.give_back(place)
 
     def _dismiss(self, keeper: Any) -> None:
@@ -138,7 +138,7 @@ class RayCluster:
     async def close(self) -> None:
         self._closed = True
         self._places.close()
-        await end_posts(self._posts)
+        await end_processes(self._processes)
         self.doorway.close()
         if self._ray.is_initialized():
             self._places.release_all()

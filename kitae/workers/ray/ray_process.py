@@ -5,7 +5,7 @@ from collections.abc import Awaitable
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from kitae.workers.base import PostError
+from kitae.workers.base import LaunchError
 from kitae.workers.listener import Streams
 from kitae.workers.ray.actor import Begun, Bulletin
 from kitae.workers.ray.ray_session import first_line
@@ -17,8 +17,8 @@ _UNAVAILABLE = 3  # times, a second apart, that a keeper may be out of reach bef
 _FAREWELL = 10.0  # seconds for a killed process to be gone
 
 
-class RayPost:
-    """Implements `kitae.workers.base.Post`."""
+class RayProcess:
+    """Implements `kitae.workers.base.WorkerProcess`."""
 
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
@@ -77,16 +77,16 @@ class RayPost:
         return any(node["NodeID"] == self._node and node["Alive"] for node in self._ray.nodes())
 
 
-async def await_arrival(arrival: "asyncio.Future[Streams]", post: RayPost, name: str) -> Streams:
-    """The connection of a process; `PostError` if it ends before, or takes too long."""
-    awaited: set[asyncio.Future[Any]] = {arrival, post.ended}
+async def await_arrival(arrival: "asyncio.Future[Streams]", process: RayProcess, name: str) -> Streams:
+    """The connection of a process; `LaunchError` if it ends before, or takes too long."""
+    awaited: set[asyncio.Future[Any]] = {arrival, process.ended}
     await asyncio.wait(awaited, timeout=_ARRIVAL, return_when=asyncio.FIRST_COMPLETED)
     if arrival.done():
         return arrival.result()
-    words = f"; it wrote:\n{post.words}" if post.words else ""
-    if post.ended.done():
-        raise PostError(f"{name} could not start on {post.where}: {post.ended.result()}{words}")
-    raise PostError(f"{name} on {post.where} did not connect with the controller within {_ARRIVAL:g} s{words}")
+    words = f"; it wrote:\n{process.words}" if process.words else ""
+    if process.ended.done():
+        raise LaunchError(f"{name} could not start on {process.where}: {process.ended.result()}{words}")
+    raise LaunchError(f"{name} on {process.where} did not connect with the controller within {_ARRIVAL:g} s{words}")
 
 
 async def _result(reference: Awaitable[T]) -> T:

@@ -12,7 +12,7 @@ from typing import Any
 
 from kitae.errors import KitaeError
 from kitae.workers.templates.template import Template
-from kitae.workers.templates.worker_handle import OutOfTimeError, WorkerDied, WorkerProcess
+from kitae.workers.templates.worker_handle import OutOfTimeError, TemplateWorker, WorkerDied
 
 _START_LIMIT = 600.0  # seconds to load a model: large ones come from slow disks
 _ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "false", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}  # or it could not be forked
@@ -41,7 +41,7 @@ class ModelProcess:
         )
         self.deadline = deadline
         self.restarts = 0
-        self._worker: WorkerProcess | None = None
+        self._worker: TemplateWorker | None = None
         self._numbers = itertools.count(1)
 
     @property

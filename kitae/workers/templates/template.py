@@ -23,7 +23,7 @@ from kitae.workers.deadlines import within
 from kitae.workers.process_output import Words
 from kitae.workers.process_status import describe
 from kitae.workers.templates.template_main import MAX_CONTROL
-from kitae.workers.templates.worker_handle import WorkerProcess
+from kitae.workers.templates.worker_handle import TemplateWorker
 
 GreetingT = TypeVar("GreetingT")
 _Request = Literal["spawn"] | Mapping[Literal["reap"], int]
@@ -83,7 +83,7 @@ class Template(Generic[GreetingT]):
                     await self._stop()
                     raise
 
-    async def spawn(self) -> WorkerProcess:
+    async def spawn(self) -> TemplateWorker:
         """A new worker, after a new start should the template be gone; an error if that does not help."""
         try:
             try:
@@ -96,7 +96,7 @@ class Template(Generic[GreetingT]):
             reason = str(error) or "its template ended"
             raise self._error(f"a {self._what} could not be forked: {reason}") from None
 
-    async def _fork(self) -> WorkerProcess:
+    async def _fork(self) -> TemplateWorker:
         jobs, theirs = socket.socketpair()
         read, write = os.pipe()
         try:
@@ -118,7 +118,7 @@ class Template(Generic[GreetingT]):
             if words is not None:
                 await words.close()
             raise
-        return WorkerProcess(pid, self.reap, reader, writer, words)
+        return TemplateWorker(pid, self.reap, reader, writer, words)
 
     async def reap(self, pid: int) -> int | None:
         """How a worker that is dead or dying ended, as `waitpid` says it; None if the template is gone too."""

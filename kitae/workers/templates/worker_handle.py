@@ -32,7 +32,7 @@ class OutOfTimeError(Exception):
         return str(self)
 
 
-class WorkerProcess:
+class TemplateWorker:
     """One worker, seen from outside: made by a `Template`, whose `reap` it needs to learn how it ended."""
 
     def __init__(

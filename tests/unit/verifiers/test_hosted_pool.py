@@ -1,4 +1,4 @@
-"""Verifier pools at posts score as the one beside the controller does; a lost one costs a check nothing but time."""
+"""Verifier pools in worker processes score as the one beside the controller does; a lost one costs a check time."""
 
 import asyncio
 import os
@@ -17,7 +17,7 @@ from kitae.verifiers import remote_pool as hosts_module
 from kitae.verifiers.config import VerifierConfig
 from kitae.verifiers.pool import VerifierPool
 from kitae.verifiers.remote_pool import HostedPool
-from kitae.workers.base import Duty, PostError
+from kitae.workers.base import LaunchError, LaunchSpec
 from kitae.workers.subprocesses import LocalCluster
 
 pytestmark = pytest.mark.usefixtures("warm_posts", "warm_verifiers")
@@ -47,15 +47,15 @@ class Site(LocalCluster):
 
     def __init__(self) -> None:
         super().__init__()
-        self.posts: list[Any] = []
+        self.processes: list[Any] = []
         self.full = False
 
-    async def start(self, duty: Duty) -> Any:
-        assert duty.pool == "verifiers"
+    async def start(self, spec: LaunchSpec) -> Any:
+        assert spec.pool == "verifiers"
         if self.full:
-            raise PostError("no machine has 1 CPUs")
-        self.posts.append(await super().start(duty))
-        return self.posts[-1]
+            raise LaunchError("no machine has 1 CPUs")
+        self.processes.append(await super().start(spec))
+        return self.processes[-1]
 
 
 @pytest.fixture
@@ -90,7 +90,7 @@ def test_the_same_scores_as_beside_the_controller() -> None:
 
     async def far(pool: HostedPool, site: Site) -> list[Score]:
         found = await ask(pool)
-        assert pool.stats.checked == 4 and len(site.posts) == 2
+        assert pool.stats.checked == 4 and len(site.processes) == 2
         assert pool.gold(Prompt("1", (), "12", {})) == "12"
         bad = await pool.score("x", object())
         assert not bad.valid and "must be JSON values" in bad.detail
@@ -129,7 +129,7 @@ def test_checks_are_shared_out_and_prints_are_heard(own: str) -> None:
         slow = [asyncio.create_task(pool.score("a", "a", {"seconds": 1})) for _ in range(2)]
         await asyncio.sleep(0.1)
         found = await asyncio.gather(*(pool.score("where", "") for _ in range(2)))
-        assert {int(s.components["host"]) for s in found} == {post.pid for post in site.posts}
+        assert {int(s.components["host"]) for s in found} == {process.pid for process in site.processes}
         assert [(await s).value for s in slow] == [1, 1]
         await pool.score("print", "")
         async with asyncio.timeout(10):
@@ -145,7 +145,7 @@ def test_a_host_that_is_killed_is_replaced_and_its_checks_repeated(own: str) -> 
     async def body(pool: HostedPool, site: Site) -> None:
         tasks = [asyncio.create_task(pool.score(str(i % 3), "1", {"seconds": 0.3})) for i in range(12)]
         await asyncio.sleep(0.4)
-        os.kill(site.posts[0].pid, signal.SIGKILL)
+        os.kill(site.processes[0].pid, signal.SIGKILL)
         found = await asyncio.gather(*tasks)
         assert [s.value for s in found] == [float(i % 3 == 1) for i in range(12)] and all(s.valid for s in found)
         assert pool.stats.checked == 12 and pool.stats.restarts == 1 and pool.stats.retries > 0
@@ -153,8 +153,8 @@ def test_a_host_that_is_killed_is_replaced_and_its_checks_repeated(own: str) -> 
             while len(pool.members) < 2:
                 await asyncio.sleep(0.1)
         assert [place.load for place in pool._places] == [0, 0]
-        os.kill(site.posts[1].pid, signal.SIGKILL)
-        os.kill(site.posts[2].pid, signal.SIGKILL)
+        os.kill(site.processes[1].pid, signal.SIGKILL)
+        os.kill(site.processes[2].pid, signal.SIGKILL)
         assert (await pool.score("1", "1")).value == 1, "with none left it waits for the next"
 
     carry_out(body, own, note=said.append)
@@ -208,11 +208,11 @@ def test_without_a_place_the_others_go_on_and_without_any_checks_are_errors(
 
     async def body(pool: HostedPool, site: Site) -> None:
         site.full = True
-        os.kill(site.posts[0].pid, signal.SIGKILL)
-        await site.posts[0].wait()
+        os.kill(site.processes[0].pid, signal.SIGKILL)
+        await site.processes[0].wait()
         assert [(await pool.score("1", "1")).value for _ in range(4)] == [1.0] * 4
-        os.kill(site.posts[1].pid, signal.SIGKILL)
-        await site.posts[1].wait()
+        os.kill(site.processes[1].pid, signal.SIGKILL)
+        await site.processes[1].wait()
         await asyncio.sleep(0.2)
         late = await pool.score("1", "1")
         assert late.detail.startswith("no verifier host is left, and none was found within 1 s") and not late.valid

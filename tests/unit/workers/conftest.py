@@ -34,5 +34,5 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 @pytest.fixture(autouse=True)
 def importable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What runs at posts lies beside the tests."""
+    """What runs at processes lies beside the tests."""
     monkeypatch.syspath_prepend(HERE)

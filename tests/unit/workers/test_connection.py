@@ -6,13 +6,13 @@ import time
 from typing import Any
 
 from kitae.errors import EngineError
-from kitae.workers.base import Duty
+from kitae.workers.base import LaunchSpec
 from kitae.workers.connection import Deadlines, RemoteWorker
 from kitae.workers.frames import pack_frame
 
 
 class Silent:
-    """A post on a machine without power: nobody says how it ended for a long time."""
+    """A process on a machine without power: nobody says how it ended for a long time."""
 
     where, pid, words = "node 10.0.0.3", 1, ""
 
@@ -30,11 +30,11 @@ class Silent:
 class Far:
     remote, host = True, ""
 
-    async def start(self, duty: Duty) -> Any:
+    async def start(self, spec: LaunchSpec) -> Any:
         ours, self.theirs = socket.socketpair()
         self.theirs.sendall(pack_frame({"ready": True}))
-        self.post = Silent(*await asyncio.open_connection(sock=ours))
-        return self.post
+        self.process = Silent(*await asyncio.open_connection(sock=ours))
+        return self.process
 
     async def close(self) -> None:
         pass
@@ -43,11 +43,11 @@ class Far:
 def test_it_is_lost_before_anybody_knows_why() -> None:
     async def body() -> float:
         far = Far()
-        remote = await RemoteWorker.start(far, Duty("x", "x", {}), Deadlines(), EngineError)
+        remote = await RemoteWorker.start(far, LaunchSpec("x", "x", {}), Deadlines(), EngineError)
         began = time.monotonic()
         far.theirs.close()
         assert await remote.lost == "it broke off the connection, and node 10.0.0.3 does not answer"
-        far.post.gone.set()
+        far.process.gone.set()
         await remote.end()
         return time.monotonic() - began
 

@@ -1,4 +1,4 @@
-"""One suite for all back-ends: posts start, speak, end and are ended in the same way."""
+"""One suite for all back-ends: processes start, speak, end and are ended in the same way."""
 
 import asyncio
 import gc
@@ -12,7 +12,7 @@ import pytest
 from warm_starts import POSTS, Server
 
 from kitae.workers.backends import open_cluster
-from kitae.workers.base import Cluster, Duty, Post
+from kitae.workers.base import Cluster, LaunchSpec, WorkerProcess
 from kitae.workers.config import ClusterConfig
 from kitae.workers.frames import read_frame
 from kitae.workers.process_status import children_of
@@ -39,8 +39,8 @@ async def opened(config: ClusterConfig) -> AsyncIterator[Any]:
     assert cluster is not None
     started, start = [], cluster.start
 
-    async def remember(duty: Duty) -> Post:
-        started.append(await start(duty))
+    async def remember(spec: LaunchSpec) -> WorkerProcess:
+        started.append(await start(spec))
         return started[-1]
 
     cluster.start = remember  # type: ignore[method-assign]
@@ -48,8 +48,8 @@ async def opened(config: ClusterConfig) -> AsyncIterator[Any]:
         yield cluster
     finally:
         await cluster.close()
-        for post in started:
-            post.writer.transport.abort()
+        for process in started:
+            process.writer.transport.abort()
 
 
 def carry_out(config: ClusterConfig, body: Body) -> None:
@@ -60,12 +60,12 @@ def carry_out(config: ClusterConfig, body: Body) -> None:
     asyncio.run(work())
 
 
-def duty(name: str = "a post", **setup: Any) -> Duty:
-    return Duty(name, "posted", setup, pool="engines")
+def spec(name: str = "a process", **setup: Any) -> LaunchSpec:
+    return LaunchSpec(name, "posted", setup, pool="engines")
 
 
-async def greeting(post: Post) -> dict[str, Any]:
-    frame = await asyncio.wait_for(read_frame(post.reader), 60)
+async def greeting(process: WorkerProcess) -> dict[str, Any]:
+    frame = await asyncio.wait_for(read_frame(process.reader), 60)
     assert frame is not None
     return dict(frame.header)
 
@@ -88,21 +88,21 @@ def test_a_life(config: ClusterConfig) -> None:
     """It gets its setup however long, speaks, and ends by itself when the connection does; its place is free again."""
 
     async def body(cluster: Cluster) -> None:
-        given = Duty(
-            "a post", "posted", {"say": "good day", "ballast": "x" * 300_000}, "engines", 3, environment={"OWN": "1"}
+        given = LaunchSpec(
+            "a process", "posted", {"say": "good day", "ballast": "x" * 300_000}, "engines", 3, environment={"OWN": "1"}
         )
-        post = await cluster.start(given)
-        told = await greeting(post)
-        assert told["pid"] == post.pid and told["setup"] == 300_000 and told["threads"] == "3"
+        process = await cluster.start(given)
+        told = await greeting(process)
+        assert told["pid"] == process.pid and told["setup"] == 300_000 and told["threads"] == "3"
         assert told["shown"] == {
             "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES"),
             "OWN": "1",
             "RAY_JOB_ID": None,
         }
-        post.writer.close()
-        assert await post.wait() == "exit status 0"
-        assert post.words == "good day"
-        again = await cluster.start(duty())
+        process.writer.close()
+        assert await process.wait() == "exit status 0"
+        assert process.words == "good day"
+        again = await cluster.start(spec())
         await greeting(again)
 
     carry_out(config, body)
@@ -110,10 +110,10 @@ def test_a_life(config: ClusterConfig) -> None:
 
 def test_words_are_heard_before_the_end(config: ClusterConfig) -> None:
     async def body(cluster: Cluster) -> None:
-        post = await cluster.start(duty(say="I am here"))
-        await greeting(post)
+        process = await cluster.start(spec(say="I am here"))
+        await greeting(process)
         async with asyncio.timeout(10):
-            while post.words != "I am here":
+            while process.words != "I am here":
                 await asyncio.sleep(0.1)
 
     carry_out(config, body)
@@ -121,37 +121,37 @@ def test_words_are_heard_before_the_end(config: ClusterConfig) -> None:
 
 def test_a_kill_takes_all_that_it_started(config: ClusterConfig) -> None:
     async def body(cluster: Cluster) -> None:
-        post = await cluster.start(duty(child=True, linger=True))
-        told = await greeting(post)
-        post.kill()
-        post.kill()
-        assert "killed by signal 9" in await asyncio.wait_for(post.wait(), 20)
+        process = await cluster.start(spec(child=True, linger=True))
+        told = await greeting(process)
+        process.kill()
+        process.kill()
+        assert "killed by signal 9" in await asyncio.wait_for(process.wait(), 20)
         await gone(told["child"])
-        assert await read_frame(post.reader) is None
-        post.kill()
+        assert await read_frame(process.reader) is None
+        process.kill()
 
     carry_out(config, body)
 
 
 def test_a_process_that_dies(config: ClusterConfig) -> None:
     async def body(cluster: Cluster) -> None:
-        post = await cluster.start(duty(linger=True))
-        os.kill((await greeting(post))["pid"], 11)
-        assert "killed by signal 11" in await asyncio.wait_for(post.wait(), 20)
+        process = await cluster.start(spec(linger=True))
+        os.kill((await greeting(process))["pid"], 11)
+        assert "killed by signal 11" in await asyncio.wait_for(process.wait(), 20)
 
     carry_out(config, body)
 
 
 def test_a_setup_that_is_refused_and_a_module_that_is_not_there(config: ClusterConfig) -> None:
     async def body(cluster: Cluster) -> None:
-        post = await cluster.start(duty(refuse="no such model"))
-        assert (await greeting(post))["refused"] == "no such model"
-        assert await post.wait() == "exit status 0"
-        post = await cluster.start(duty(die="out of memory"))
-        assert await asyncio.wait_for(read_frame(post.reader), 60) is None
-        assert await post.wait() == "exit status 1" and post.words == "out of memory"
-        post = await cluster.start(Duty("a post", "not_there", {}, "engines"))
-        assert await post.wait() == "exit status 1" and "No module named 'not_there'" in post.words
+        process = await cluster.start(spec(refuse="no such model"))
+        assert (await greeting(process))["refused"] == "no such model"
+        assert await process.wait() == "exit status 0"
+        process = await cluster.start(spec(die="out of memory"))
+        assert await asyncio.wait_for(read_frame(process.reader), 60) is None
+        assert await process.wait() == "exit status 1" and process.words == "out of memory"
+        process = await cluster.start(LaunchSpec("a process", "not_there", {}, "engines"))
+        assert await process.wait() == "exit status 1" and "No module named 'not_there'" in process.words
 
     carry_out(config, body)
 
@@ -159,7 +159,7 @@ def test_a_setup_that_is_refused_and_a_module_that_is_not_there(config: ClusterC
 def test_nothing_is_left(config: ClusterConfig) -> None:
     async def body() -> int:
         async with opened(config) as cluster:
-            return int((await greeting(await cluster.start(duty(linger=True))))["pid"])
+            return int((await greeting(await cluster.start(spec(linger=True))))["pid"])
 
     files = len(os.listdir("/proc/self/fd"))
     asyncio.run(gone(asyncio.run(body())))
@@ -173,7 +173,7 @@ def test_a_start_that_is_given_up_leaves_nothing() -> None:
 
     async def give_up(steps: int) -> bool:
         cluster = LocalCluster()
-        starting = asyncio.create_task(cluster.start(duty()))
+        starting = asyncio.create_task(cluster.start(spec()))
         for _ in range(steps):
             await asyncio.sleep(0)
         starting.cancel()

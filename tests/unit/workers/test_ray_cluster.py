@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from ray_nodes import ray_config
-from test_posts import alive, duty, gone, greeting, opened
+from test_posts import alive, gone, greeting, opened, spec
 
 from kitae.workers.ray.local_nodes import OwnNodes
 
@@ -31,7 +31,7 @@ def test_nobody_comes_in_without_the_secret(nodes: Any) -> None:
 
     async def body() -> None:
         async with opened(ray_config(nodes)) as cluster:
-            post = await cluster.start(duty())
+            process = await cluster.start(spec())
             host, port = cluster.doorway.address
             async with cluster.doorway.expect() as (where, arrival):
                 for said in (b"x" * 64, b"", where["secret"][:63].encode() + b"x", where["secret"][:10].encode()):
@@ -39,7 +39,7 @@ def test_nobody_comes_in_without_the_secret(nodes: Any) -> None:
                 assert cluster.doorway.refused == 4 and not arrival.done()
             assert await knock(host, port, where["secret"].encode()) in (b"", b"reset")  # too late
             assert cluster.doorway.refused == 5 and not arrival.done()
-            assert (await greeting(post))["ready"]
+            assert (await greeting(process))["ready"]
 
     asyncio.run(body())
 
@@ -47,12 +47,12 @@ def test_nobody_comes_in_without_the_secret(nodes: Any) -> None:
 def test_a_keeper_that_dies_takes_its_process_along(nodes: Any) -> None:
     async def body() -> None:
         async with opened(ray_config(nodes)) as cluster:
-            post = await cluster.start(duty(linger=True))
-            keeper = int(Path(f"/proc/{post.pid}/stat").read_text().rpartition(")")[2].split()[1])
+            process = await cluster.start(spec(linger=True))
+            keeper = int(Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[1])
             os.kill(keeper, 9)
-            assert "its keeper on node 127.0.0.2" in await asyncio.wait_for(post.wait(), 30)
-            await gone(post.pid)
-            again = await cluster.start(duty())
+            assert "its keeper on node 127.0.0.2" in await asyncio.wait_for(process.wait(), 30)
+            await gone(process.pid)
+            again = await cluster.start(spec())
             assert (await greeting(again))["ready"]
 
     asyncio.run(body())
@@ -73,15 +73,15 @@ def test_a_node_that_is_removed(few: OwnNodes) -> None:
 
     async def body() -> None:
         async with opened(ray_config(few, 2, cpus=20, place="strict-pack")) as cluster:
-            post = await cluster.start(duty(linger=True))
+            process = await cluster.start(spec(linger=True))
             few.add(10, num_cpus=64)
             began = time.monotonic()
             few.remove(added)
-            assert await asyncio.wait_for(post.wait(), 30) == f"its {post.where} is gone or out of reach"
+            assert await asyncio.wait_for(process.wait(), 30) == f"its {process.where} is gone or out of reach"
             noticed = time.monotonic() - began
-            await gone(post.pid)
-            again = await cluster.start(duty())
-            assert (await greeting(again))["ready"] and again.where != post.where
+            await gone(process.pid)
+            again = await cluster.start(spec())
+            assert (await greeting(again))["ready"] and again.where != process.where
             print(f"noticed after {noticed:.1f} s, elsewhere after {time.monotonic() - began:.1f} s")
 
     asyncio.run(body())
@@ -92,7 +92,7 @@ def test_a_controller_that_is_killed_leaves_nothing(nodes: Any) -> None:
         "import asyncio, sys; sys.path[:0] = sys.argv[2:]; from test_posts import *\n"
         "async def body():\n"
         "    async with opened(ClusterConfig(backend='ray', engines=1, address=sys.argv[1])) as cluster:\n"
-        "        print((await cluster.start(duty(linger=True))).pid, flush=True); await asyncio.sleep(600)\n"
+        "        print((await cluster.start(spec(linger=True))).pid, flush=True); await asyncio.sleep(600)\n"
         "asyncio.run(body())"
     )
     here = Path(__file__)

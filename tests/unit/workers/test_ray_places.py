@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 from ray_nodes import ray_config
-from test_posts import duty, opened
+from test_posts import opened, spec
 
 from kitae.errors import ConfigError
 from kitae.workers.backends import open_cluster
-from kitae.workers.base import PostError
+from kitae.workers.base import LaunchError
 from kitae.workers.ray.local_nodes import NODE_LABEL
 
 
@@ -38,8 +38,8 @@ def test_what_is_taken_already_is_refused_too(nodes: Any) -> None:
 
     async def body() -> None:
         async with opened(ray_config(nodes, 3, 8.0, cpus=cores)) as cluster:
-            with pytest.raises(PostError, match=r"too little of it is free, within 8 s(.|\n)*\(free: 0 CPUs"):
-                await asyncio.gather(*(cluster.start(duty()) for _ in range(4)))
+            with pytest.raises(LaunchError, match=r"too little of it is free, within 8 s(.|\n)*\(free: 0 CPUs"):
+                await asyncio.gather(*(cluster.start(spec()) for _ in range(4)))
 
     asyncio.run(body())
 
@@ -47,11 +47,11 @@ def test_what_is_taken_already_is_refused_too(nodes: Any) -> None:
 def test_labels_and_spreading(nodes: Any) -> None:
     async def spread() -> set[str]:
         async with opened(ray_config(nodes, 3, place="strict-spread")) as cluster:
-            return {post.where for post in await asyncio.gather(*(cluster.start(duty()) for _ in range(3)))}
+            return {process.where for process in await asyncio.gather(*(cluster.start(spec()) for _ in range(3)))}
 
     async def labelled() -> list[str]:
         async with opened(ray_config(nodes, 2, cpus=0.5, labels={NODE_LABEL: "1"})) as cluster:
-            return [post.where for post in [await cluster.start(duty()) for _ in range(2)]]
+            return [process.where for process in [await cluster.start(spec()) for _ in range(2)]]
 
     assert len(asyncio.run(spread())) == 3
     assert len(set(asyncio.run(labelled()))) == 1
@@ -63,11 +63,11 @@ def test_one_more_than_was_foreseen(nodes: Any) -> None:
 
     async def body() -> None:
         async with opened(ray_config(nodes, 1, cpus=1)) as cluster:
-            posts = [await cluster.start(duty()) for _ in range(3)]
+            processes = [await cluster.start(spec()) for _ in range(3)]
             free = sum(machine.free.cpus for machine in cluster.machines())
-            for post in posts[1:]:
-                post.kill()
-                await post.wait()
+            for process in processes[1:]:
+                process.kill()
+                await process.wait()
             async with asyncio.timeout(10):
                 while sum(machine.free.cpus for machine in cluster.machines()) < free + 2:
                     await asyncio.sleep(0.2)

@@ -15,7 +15,7 @@ import pytest
 from kitae.errors import EngineError
 from kitae.workers.process_output import Words
 from kitae.workers.templates.template import Template
-from kitae.workers.templates.worker_handle import OutOfTimeError, WorkerProcess
+from kitae.workers.templates.worker_handle import OutOfTimeError, TemplateWorker
 
 MODULE = """
 import os, time
@@ -94,7 +94,7 @@ def run(module: str, body: Body, setup: Mapping[str, Any] | None = None, heard: 
     return asyncio.run(whole())
 
 
-async def ask(worker: WorkerProcess, number: int, seconds: float = 10.0, **job: Any) -> dict[str, Any]:
+async def ask(worker: TemplateWorker, number: int, seconds: float = 10.0, **job: Any) -> dict[str, Any]:
     return await worker.ask(json.dumps({"id": number, **job}).encode() + b"\n", number, seconds)
 
 
