@@ -16,8 +16,8 @@ log = logging.getLogger("kitae")
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
-class Doorway:
-    """`async with doorway.expect() as (where, arrival): …` tells the process `where`, then `reader, writer = await
+class Listener:
+    """`async with listener.expect() as (where, arrival): …` tells the process `where`, then `reader, writer = await
     arrival`. Each secret lets one connection in, and only while it is expected; all others are closed unanswered.
 
     refused: how many those were.
@@ -36,7 +36,7 @@ class Doorway:
 
     @property
     def address(self) -> tuple[str, int]:
-        assert self._server is not None, "the doorway must be open"
+        assert self._server is not None, "the listener must be open"
         return self._host, self._server.sockets[0].getsockname()[1]
 
     @asynccontextmanager

@@ -1,4 +1,4 @@
-"""A trainer in many processes: ranks in worker processes of a cluster, each with a shard of the models, and their driver here.
+"""A trainer in many processes: ranks in worker processes, each with a shard of the models, and their driver here.
 
 What one process computes with all rows, the ranks compute with some rows each. Every call goes to all of them, in the
 same order (`kitae.trainer.parallel.rank_process`). The trainer is lost with any of its ranks: what the others hold of

@@ -17,7 +17,7 @@ from kitae.errors import ConfigError
 from kitae.workers.base import LaunchError, LaunchSpec, end_processes
 from kitae.workers.config import ClusterConfig
 from kitae.workers.demand import Demand, Supplier, pool_of, rooms_of
-from kitae.workers.listener import Doorway
+from kitae.workers.listener import Listener
 from kitae.workers.ray.actor import Keeper, home
 from kitae.workers.ray.local_nodes import OwnNodes
 from kitae.workers.ray.placement import RayPlace, RayPlaces
@@ -38,7 +38,7 @@ class RayCluster:
     remote = True
 
     def __init__(self, config: ClusterConfig, ray: Any, own: OwnNodes | None) -> None:
-        self.doorway = Doorway()
+        self.listener = Listener()
         self._config = config
         self._ray = ray
         self._own = own
@@ -57,7 +57,7 @@ class RayCluster:
             connect(ray, own.address if own else config.address)
             if own:  # what it took to start nodes is no wait for a place
                 deadline = asyncio.get_running_loop().time() + config.patience
-            await cluster.doorway.open(ray.util.get_node_ip_address())
+            await cluster.listener.open(ray.util.get_node_ip_address())
             await cluster._places.find(rooms_of(config, counts), deadline)
         except LaunchError as error:
             await cluster.close()
@@ -69,7 +69,7 @@ class RayCluster:
 
     @property
     def host(self) -> str:
-        return self.doorway.address[0]
+        return self.listener.address[0]
 
     def machines(self) -> list[Supplier]:
         """The nodes that live, with what they have and what of it is free."""
@@ -113,7 +113,7 @@ class RayCluster:
     async def _begin(self, spec: LaunchSpec, place: RayPlace, keeper: Any) -> RayProcess:
         threads = spec.threads or max(1, int(pool_of(self._config, place.pool).cpus))
         record = {**asdict(replace(spec, threads=threads, cores=None)), "descriptors": ()}
-        async with self.doorway.expect() as (where, arrival):
+        async with self.listener.expect() as (where, arrival):
             try:
                 begun = await answer_within(_BEGIN, keeper.start.remote(record, where, *home()))
             except TimeoutError:
@@ -139,7 +139,7 @@ class RayCluster:
         self._closed = True
         self._places.close()
         await end_processes(self._processes)
-        self.doorway.close()
+        self.listener.close()
         if self._ray.is_initialized():
             self._places.release_all()
             self._ray.shutdown()

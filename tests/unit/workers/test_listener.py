@@ -3,14 +3,14 @@
 import asyncio
 import socket
 
-from kitae.workers.listener import Doorway
+from kitae.workers.listener import Listener
 
 
 def test_the_secret_lets_one_in() -> None:
     async def body() -> None:
-        doorway = Doorway()
-        await doorway.open("127.0.0.1")
-        async with doorway.expect() as (where, arrival):
+        listener = Listener()
+        await listener.open("127.0.0.1")
+        async with listener.expect() as (where, arrival):
             with socket.create_connection((where["host"], where["port"])) as first:
                 first.sendall(where["secret"].encode() + b"hello")
                 reader, writer = await arrival
@@ -18,9 +18,9 @@ def test_the_secret_lets_one_in() -> None:
             with socket.create_connection((where["host"], where["port"])) as second:
                 second.sendall(where["secret"].encode())
                 async with asyncio.timeout(10):
-                    while not doorway.refused:
+                    while not listener.refused:
                         await asyncio.sleep(0.01)
         writer.close()
-        doorway.close()
+        listener.close()
 
     asyncio.run(body())

@@ -32,13 +32,13 @@ def test_nobody_comes_in_without_the_secret(nodes: Any) -> None:
     async def body() -> None:
         async with opened(ray_config(nodes)) as cluster:
             process = await cluster.start(spec())
-            host, port = cluster.doorway.address
-            async with cluster.doorway.expect() as (where, arrival):
+            host, port = cluster.listener.address
+            async with cluster.listener.expect() as (where, arrival):
                 for said in (b"x" * 64, b"", where["secret"][:63].encode() + b"x", where["secret"][:10].encode()):
                     assert await knock(host, port, said) in (b"", b"reset")
-                assert cluster.doorway.refused == 4 and not arrival.done()
+                assert cluster.listener.refused == 4 and not arrival.done()
             assert await knock(host, port, where["secret"].encode()) in (b"", b"reset")  # too late
-            assert cluster.doorway.refused == 5 and not arrival.done()
+            assert cluster.listener.refused == 5 and not arrival.done()
             assert (await greeting(process))["ready"]
 
     asyncio.run(body())
