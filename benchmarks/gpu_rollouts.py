@@ -208,7 +208,7 @@ def windows(policy: Policy) -> list[float]:
     context = attention_seam.SelfAttention(positions)
     with torch.inference_mode():
         policy.hidden(torch.zeros_like(positions), positions, context)
-    return [math.inf if asked.window is None else asked.window for asked in context.asked]
+    return [math.inf if call.window is None else call.window for call in context.calls]
 
 
 async def run(engine: NativeEngine, work: Workload, name: str, tokens: int | None = None) -> float:
