@@ -1,6 +1,6 @@
 """A run that can have more or fewer engines while it goes on.
 
-    wanted: as the recipe says, or `kitae scale RUN ENGINES`
+    wanted: as many as it began with, or `kitae scale RUN ENGINES`
     too few   an engine is started, loads what was handed over last, is probed, and joins
     too many  the last to join leaves: what it samples goes on elsewhere
     no place  the run goes on with the engines it has; another is tried every so often
@@ -23,15 +23,15 @@ _LOOK = 1.0  # seconds between two looks at what is wanted
 
 @asynccontextmanager
 async def resized(
-    engine: Engine, weights: WeightSync, folder: Path, wanted: int, note: Callable[[str], None]
+    engine: Engine, weights: WeightSync, folder: Path, note: Callable[[str], None]
 ) -> AsyncIterator[None]:
-    """Keep the engine pool of a run at `wanted` engines, or at what is asked for later in the run's folder. Any other
-    engine stays as it is."""
+    """Keep the engine pool of a run at its size, or at what is asked for later in the run's folder. Any other engine
+    stays as it is."""
     if not isinstance(engine, EnginePool):
         yield
         return
     engine.note, engine.admit = note, weights.admit
-    following = asyncio.create_task(_follow(engine, folder, wanted), name="elastic")
+    following = asyncio.create_task(_follow(engine, folder, engine.size), name="elastic")
     try:
         yield
     finally:

@@ -95,13 +95,13 @@ async def start_serving(
 
 
 async def serve_first_version(
-    stack: AsyncExitStack, serving: Serving, count: int, version: int, folder: Path, note: Callable[[str], None]
+    stack: AsyncExitStack, serving: Serving, version: int, folder: Path, note: Callable[[str], None]
 ) -> None:
-    """Hand the trainer's weights to an engine that has its own. From then on there are as many engines as are wanted:
-    `count`, or what is asked for in the folder of the run."""
+    """Hand the trainer's weights to an engine that has its own. From then on there are as many engines as
+    it began with, or as are asked for in the folder of the run."""
     if not serving.engine.capabilities.shares_weights:
         await serving.weights.hand_over(version)
-    await stack.enter_async_context(resized(serving.engine, serving.weights, folder, count, note))
+    await stack.enter_async_context(resized(serving.engine, serving.weights, folder, note))
 
 
 async def start_offline_trainer(

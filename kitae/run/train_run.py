@@ -196,7 +196,7 @@ async def _start_rl(start: _Start, plan: RLPlan) -> tuple[Loop, Trainer]:
         config, store, plan.prompts, episodes, engine, learning.learner, serving.weights, observer, point.frontier,
         evaluations,
     )  # fmt: skip
-    await serve_first_version(stack, serving, config.engine.count, step, store.folder, observer.note)
+    await serve_first_version(stack, serving, step, store.folder, observer.note)
     return pipeline, learning.trainer
 
 

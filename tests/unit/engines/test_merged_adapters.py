@@ -24,7 +24,7 @@ def decoder_of(policy: Policy) -> FusedDecoder:
     recorder = SelfAttention(positions)
     with torch.no_grad():
         policy.hidden(torch.tensor([5, 6, 7, 8]), positions, recorder)
-    return FusedDecoder(policy, KVCache(policy, 0.01, 16), recorder.asked)
+    return FusedDecoder(policy, KVCache(policy, 0.01, 16), recorder.calls)
 
 
 def change(policy: Policy, seed: int) -> None:

@@ -130,7 +130,7 @@ def test_kinds_of_attention(kind: str, dtype: str, load: Load) -> None:
         policy.hidden(tokens, positions, recorder)
     sinks = torch.randn(policy.heads, generator=torch.Generator().manual_seed(0)).to(policy.dtype)
     value = {"window": 9, "softcap": 0.5, "sinks": sinks}[kind]
-    asked = [replace(call, **{kind: value}) for call in recorder.asked]  # type: ignore[arg-type]
+    asked = [replace(call, **{kind: value}) for call in recorder.calls]  # type: ignore[arg-type]
     decoder = PackedDecoder(policy, KVCache(policy, 0.02, 16), asked)
     with torch.inference_mode():
         expected = decoder.hidden(tokens, positions, positions, SelfAttention(positions)).float()

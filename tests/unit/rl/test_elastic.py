@@ -78,10 +78,12 @@ class Site:
 
     @asynccontextmanager
     async def running(self, version: int, wanted: int = 1) -> AsyncIterator[None]:
-        """With one engine at first, which serves this version."""
+        """With one engine at first, which serves this version, where more may be asked for."""
         await self.pool.start()
         await self.weights.hand_over(version)
-        async with resized(self.pool, self.weights, self.folder, wanted, self.said.append):
+        if wanted > 1:
+            ask_for(self.folder, wanted)
+        async with resized(self.pool, self.weights, self.folder, self.said.append):
             yield
         await self.pool.close()
 

@@ -23,7 +23,7 @@ class SlowWorker:
 
     updates, slow_update = 0, False
     training = TrainingConfig()
-    policy = SimpleNamespace(device=torch.device("cpu"), dtype=torch.float32)
+    policy = SimpleNamespace(device=torch.device("cpu"), dtype=torch.float32, plain=False)
 
     def __init__(self) -> None:
         self.log: list[str] = []
