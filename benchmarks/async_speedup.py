@@ -4,7 +4,8 @@
         [--transport ipc] [--decided 0.5] [--variants on-policy,active,…]
 
 Real runs of the same work, one after the other: on-policy; with active sampling, which replaces groups without a
-gradient by new prompts (`pipeline.refill`), one after the other or three at once (`pipeline.oversample`); running ahead
+gradient by new prompts (`pipeline.refill`), one after the other or three at once (`pipeline.refill.oversample`);
+running ahead
 with engine and trainer on the same cores; ahead with what is in flight computed again after each update of the weights
 (`pipeline.in_flight = "recompute"`); and with the engine in a process of its own. `--decided` is the share of prompts
 whose answers are all right or all wrong. Response lengths are drawn from a log-normal distribution with the given
@@ -78,7 +79,7 @@ def measure(name: str, settings: list[str], arguments: argparse.Namespace, folde
         f"verifier.name={folder / 'score.py'}:score", "verifier.check_gold=false", "checkpoint.every=1000",
         f"training.steps={WARM + arguments.steps + 2 * stale}", f"training.prompts_per_step={arguments.prompts}",
         f"sampling.max_tokens={8 * arguments.median}", "training.lr=1e-6",
-        f"algorithm.filter={'zero-variance' if arguments.decided else 'none'}", "pipeline.refill=false",
+        f"algorithm.filter={'zero-variance' if arguments.decided else 'none'}", "pipeline.refill=0",
         *arguments.setting, *settings,
     ]  # fmt: skip
     command = [sys.executable, __file__, "--run", str(arguments.median), *settings]
@@ -116,11 +117,11 @@ def main() -> None:
     parser.add_argument("--picture", type=Path, default=ROOT / "docs" / "async_timeline.png")
     arguments = parser.parse_args()
     ahead = [f"pipeline.max_staleness={arguments.staleness}"]
-    active = ["pipeline.refill=true"] if arguments.decided else []
+    active = ["pipeline.refill=3"] if arguments.decided else []
     all_of_them = {
         "on-policy": [],
         "active": active,
-        "active-oversampled": [*active, "pipeline.oversample=3"],
+        "active-oversampled": [*active, "pipeline.refill.oversample=3"],
         "ahead-same-cores": [*ahead, *active],
         "ahead-recomputed": [*ahead, *active, "pipeline.in_flight=recompute"],
         "ahead-own-process": [*ahead, *active, "engine.kind=process", f"cluster.transport={arguments.transport}"],

@@ -40,7 +40,7 @@ from kitae.store.journal import Journal
 from kitae.store.run_folder import Metrics
 
 DOCS = Path(__file__).parent.parent / "docs"
-BASE = ("pipeline.refill=false", "eval.prompts=256", "eval.every=20", "checkpoint.every=1000", "training.steps=80")
+BASE = ("pipeline.refill=0", "eval.prompts=256", "eval.every=20", "checkpoint.every=1000", "training.steps=80")
 NUMBERS = ("reward", "entropy", "grad_norm", "logp_gap", "kl_k1", "samples_trained", "routing_flips")
 BLOCK = 5  # steps that a line of the table is the mean of
 STUDENT = (0, 0, 12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13)
@@ -72,7 +72,7 @@ STALE = ("pipeline.max_staleness=4",)
 HARDER = ("eval.suites=['{folder}/harder.toml']",)
 EIGHT = ("engine.cache_dtype=int8",)
 ENTROPY = ("reward, last quarter", "entropy, 2nd quarter", "entropy, last quarter")
-FROZEN = ("algorithm.preset=grpo", "algorithm.reference=frozen", "algorithm.kl_coef=0.05")
+FROZEN = ("algorithm.preset=grpo", "algorithm.reference=frozen", "algorithm.kl.coef=0.05")
 
 CLAIMS = {
     "a": Claim(
@@ -127,7 +127,7 @@ CLAIMS = {
             "grpo, no correction": ("algorithm.preset=grpo", "algorithm.correction=none"),
             "raft++ (positives)": ("algorithm.preset=raft++",),
             **presets("stale-asymmetric", "decoupled-ppo"),
-            "asymmetric, no floor": ("algorithm.preset=stale-asymmetric", "algorithm.weight_floor=0"),
+            "asymmetric, no floor": ("algorithm.preset=stale-asymmetric", "algorithm.gate.weight_floor=0"),
         },
         STALE,
         ("reward, last quarter", "entropy, last quarter", "gap of log-probs, last quarter"),
@@ -140,7 +140,7 @@ CLAIMS = {
     ),
     "f": Claim(
         "clip-higher keeps entropy",
-        {f"clip {high}": ("algorithm.preset=grpo", f"algorithm.clip_high={high}") for high in (0.2, 0.28, 0.4)},
+        {f"clip {high}": ("algorithm.preset=grpo", f"algorithm.gate.clip_high={high}") for high in (0.2, 0.28, 0.4)},
         REUSE,
         ENTROPY,
     ),
@@ -168,8 +168,8 @@ CLAIMS = {
         "mixtures: replay of the routing is needed off-policy, ratios of sequences do without",
         {
             "grpo, no replay": ("algorithm.preset=grpo",),
-            "grpo, R2": ("algorithm.preset=grpo", "algorithm.routing=old"),
-            "grpo, R3": ("algorithm.preset=grpo", "algorithm.routing=engine"),
+            "grpo, R2": ("algorithm.preset=grpo", "algorithm.experts.routing=old"),
+            "grpo, R3": ("algorithm.preset=grpo", "algorithm.experts.routing=engine"),
             "gspo, no replay": ("algorithm.preset=gspo",),
         },
         (*REUSE, "training.epochs=2", "training.lr=1e-5", "training.steps=60", "model.path={folder}/mixture"),

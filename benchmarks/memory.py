@@ -26,7 +26,7 @@ COMMON = (
     "training.steps=2",
     "eval.prompts=0",
     "checkpoint.every=1000",
-    "pipeline.refill=false",
+    "pipeline.refill=0",
     "training.group_size=8",
     f"verifier.name={Path(__file__).resolve()}:by_chance",
 )
@@ -41,12 +41,12 @@ VARIANTS = {
         "training.token_budget=2048",
         "training.prompts_per_step=32",
     ),
-    "reference": ("algorithm.reference=frozen", "algorithm.kl_coef=0.01"),
+    "reference": ("algorithm.reference=frozen", "algorithm.kl.coef=0.01"),
     "reference that moves": (
         "algorithm.reference=ema",
-        "algorithm.reference_every=1",
-        "algorithm.reference_mix=0.1",
-        "algorithm.kl_coef=0.01",
+        "algorithm.reference.every=1",
+        "algorithm.reference.mix=0.1",
+        "algorithm.kl.coef=0.01",
     ),
     "critic": ("algorithm.preset=ppo",),
 }

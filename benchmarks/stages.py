@@ -80,7 +80,7 @@ def stage_seconds(groups: list[Group], max_tokens: int) -> dict[str, float]:
             costs[name] = _median(lambda f=function, i=inputs: f(*i))
         dearest = max(costs, key=lambda n: costs[n])
         found[f"{stage.number}: {key}, dearest of {len(costs)} ({dearest})"] = costs[dearest]
-    config = AlgorithmConfig(preset="opsm", kl_coef=0.01, reference="frozen")
+    config = AlgorithmConfig.model_validate({"preset": "opsm", "kl": {"coef": 0.01}, "reference": "frozen"})
     loss, coefficients = PolicyLoss(config, max_tokens), Control(config).coefficients
     found["S4 + S5 + S6 + S8 with metrics and gradient, all in one"] = _median(
         lambda: torch.autograd.grad(loss(tokens, coefficients, Meter()), tokens.logp_N)

@@ -2,6 +2,7 @@
 
     python docs/generate.py            rewrite docs/configuration.md and the generated parts of other pages
     python docs/generate.py --check    change nothing; exit with 1 and name the pages that differ
+    python docs/generate.py --count    how many settings a recipe has
 
 Imports no torch. Sections, keys, defaults and limits come from `kitae.config`, methods and stages from
 `kitae.algorithms`, tasks from `kitae.data.tasks`, verifiers from `kitae.verifiers.verifier_registry`, rules of the
@@ -21,15 +22,16 @@ from typing import Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from kitae.algorithms.catalogue import COLUMNS, choices, master_table, settings
+from kitae.algorithms.catalogue import COLUMNS, choices, differences, master_table
 from kitae.algorithms.config import AlgorithmConfig
-from kitae.algorithms.presets import BASE, PRESETS
-from kitae.algorithms.stages import STAGES
+from kitae.algorithms.presets import PRESETS
+from kitae.algorithms.stages import STAGES, ChoiceConfig
 from kitae.config.measured import by_hardware, duration, measurements
 from kitae.config.root import ROOTS, RLConfig
 from kitae.data.tasks import TASKS
 from kitae.observe.diagnosis import RULES
 from kitae.observe.token_numbers import COLUMNS as TOKEN_COLUMNS
+from kitae.section import Section
 from kitae.verifiers.verifier_registry import VERIFIERS
 
 DOCS = Path(__file__).parent
@@ -50,10 +52,24 @@ it. `kitae train RECIPE --dry-run` prints all settings as they resolve. [recipes
 """
 
 
+ALGORITHM = """\
+What is not set takes its value from the preset. Each stage is a table with the `name` of a function and the settings of
+that function, and `gate = "mask"` is short for a table with that name alone. [algorithms.md](algorithms.md) has the
+choices of each stage and the methods. A setting that nothing reads, such as `gate.clip_low` with `gate = "none"`, is an
+error.
+"""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Write the reference pages from the code.")
     parser.add_argument("--check", action="store_true", help="change nothing; fail if a page differs")
-    check = parser.parse_args(argv).check
+    parser.add_argument("--count", action="store_true", help="print how many settings a recipe has")
+    arguments = parser.parse_args(argv)
+    if arguments.count:
+        for what, count in counts().items():
+            print(f"{count:4} settings of a recipe of RL {what}")
+        return 0
+    check = arguments.check
     pages = {DOCS / "configuration.md": configuration()}
     pages |= {DOCS / name: with_blocks(name, blocks()) for name, blocks in BLOCKS.items()}
     stale = [page for page, text in pages.items() if not page.exists() or page.read_text(encoding="utf-8") != text]
@@ -70,18 +86,60 @@ def configuration() -> str:
     parts = [INTRODUCTION]
     for name, info in RLConfig.model_fields.items():
         section = info.annotation
-        assert isinstance(section, type) and issubclass(section, BaseModel)
+        assert isinstance(section, type) and issubclass(section, Section)
         parts.append(f"## [{name}]\n\n{_text(section.__doc__)}\n")
         if section is AlgorithmConfig:
-            parts.append(
-                "A key that is not set takes its value from the preset; most presets start from the values below. "
-                "[algorithms.md](algorithms.md) has the choices of each stage and the methods. A key that nothing "
-                'reads, such as `clip_low` with `gate = "none"`, is an error.\n'
-            )
-            parts.append(_table(("key", "values", "presets start from", "meaning"), _algorithm_rows()))
-        else:
-            parts.append(_table(("key", "values", "default", "meaning"), _rows(section)))
+            parts.append(ALGORITHM)
+        parts.append(_table(("key", "values", "default", "meaning"), _rows(section)))
+        parts += _tables(name, section)
     return "\n".join([*parts, offline(), tasks(), verifiers()])
+
+
+def counts() -> dict[str, int]:
+    """How many settings a recipe of RL has: all that there are, and those that act at once with the usual choices."""
+    config = RLConfig.model_validate({"data": {"task": "reverse"}})
+    return {
+        "act with the usual choices": sum(
+            value is not None or not path.startswith("algorithm.") for path, value in config.leaves()
+        ),
+        "of all choices": sum(1 for section in RLConfig.tables().values() for _ in _every_setting(section)),
+    }
+
+
+def _every_setting(section: type[Section]) -> Iterable[str]:
+    tables = section.tables()
+    for key in section.known_keys():
+        yield from _every_setting(tables[key]) if key in tables else (key,)
+
+
+def _tables(path: str, section: type[Section]) -> Iterable[str]:
+    """The tables within a section, each with its settings."""
+    for key, kind in section.tables().items():
+        yield f"### [{path}.{key}]\n\n{_text(kind.__doc__)}\n"
+        yield _table(
+            ("key", "values", "default", "meaning"),
+            _choice_rows(kind) if issubclass(kind, ChoiceConfig) else _rows(kind),
+        )
+
+
+def _choice_rows(kind: type[ChoiceConfig]) -> Iterable[tuple[str, ...]]:
+    """The name of the function, what every table of the stage has, and the settings of each function."""
+    stage = kind.stage()
+    listed = ", ".join(f"`{name}`" for name in stage.choices)
+    start = PRESETS["grpo"].complete[stage.key]["name"]
+    yield "`name`", f"{listed} or file.py:function", f'`"{start}"`', "The function of the stage."
+    yield from (row for row in _rows(kind) if row[0] != "`name`")
+    settings: dict[str, list[str]] = {}
+    for name in stage.choices:
+        for key in stage.table(name).model_fields:
+            settings.setdefault(key, []).append(name)
+    for key, names in settings.items():
+        if key in kind.model_fields:
+            continue
+        info = stage.table(names[0]).model_fields[key]
+        default = "must be set" if info.is_required() else _value(info.default)
+        of = ", ".join(f"`{name}`" for name in names)
+        yield f"`{key}`", _allowed(info), default, f"{_text(info.description)} Of {of}."
 
 
 def offline() -> str:
@@ -90,14 +148,15 @@ def offline() -> str:
         "## Offline stages\n\nA recipe with `method.kind` set to one of these trains on a file of examples instead of "
         "rewards ([stages.md](stages.md)). `[run]`, `[model]` and `[checkpoint]` are those above; these are its own.\n"
     ]
-    shown: set[type[BaseModel]] = set(RLConfig.sections().values())
+    shown: set[type[Section]] = set(RLConfig.tables().values())
     for root in ROOTS.values():
-        for name, section in root.sections().items():
+        for name, section in root.tables().items():
             if section not in shown:
                 shown.add(section)
                 of = f", `method.kind = {section.model_fields['kind'].default!r}`" if name == "method" else ""
                 parts.append(f"### [{name}]{of}\n\n{_text(section.__doc__)}\n")
                 parts.append(_table(("key", "values", "default", "meaning"), _rows(section)))
+                parts += _tables(name, section)
     return "\n".join(parts)
 
 
@@ -147,8 +206,7 @@ def stages() -> str:
 def methods() -> str:
     parts = []
     for name, preset in PRESETS.items():
-        different = {k: v for k, v in settings(name).items() if BASE.get(k) != v}
-        listed = ", ".join(f"`{key} = {_plain(value)}`" for key, value in different.items()) or "none"
+        listed = ", ".join(f"`{key} = {_plain(value)}`" for key, value in differences(name).items()) or "none"
         mark = f'<a id="{_anchor(name)}"></a>\n\n' if _anchor(name) != name else ""
         parts.append(
             f"{mark}### {name}\n\n{preset.title}. *{preset.source}.*\n\n"
@@ -165,13 +223,6 @@ def golden() -> str:
         for name, row in table.items()
     ]
     return _table(("method", "loss", "norm of the gradient", "tokens with a gradient", "groups kept of 5"), rows)
-
-
-def _algorithm_rows() -> Iterable[tuple[str, ...]]:
-    for key, info in AlgorithmConfig.model_fields.items():
-        start = _value(BASE[key]) if key in BASE else {"preset": '`"grpo"`', "params": "`{}`"}.get(key, "not set")
-        allowed = ", ".join(f"`{name}`" for name in STAGES[key].choices) if key in STAGES else _allowed(info)
-        yield f"`{key}`", f"{allowed} or file.py:function" if key in STAGES else allowed, start, _text(info.description)
 
 
 def _anchor(name: str) -> str:
@@ -212,8 +263,11 @@ def _option(parameter: inspect.Parameter) -> str:
     return f"`{parameter.name} = {json.dumps(parameter.default)}`"
 
 
-def _rows(section: type[BaseModel]) -> Iterable[tuple[str, ...]]:
+def _rows(section: type[Section]) -> Iterable[tuple[str, ...]]:
+    tables = section.tables()
     for key, info in section.model_fields.items():
+        if key in tables:
+            continue
         default = _value(info.get_default(call_default_factory=True))
         yield f"`{key}`", _allowed(info), default, _text(info.description)
 

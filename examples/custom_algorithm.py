@@ -4,17 +4,16 @@ In a recipe (paths are relative to the folder in which `kitae` is called):
 
     [algorithm]
     preset = "grpo"
-    advantage = "examples/custom_algorithm.py:rare_success"
-    gate = "examples/custom_algorithm.py:soft_clip"
-    params = { power = 0.5, width = 0.2 }
+    advantage = { name = "examples/custom_algorithm.py:rare_success", power = 0.5 }
+    gate = { name = "examples/custom_algorithm.py:soft_clip", width = 0.2 }
 
 or on the command line, with a tiny random model, in seconds:
 
     kitae train examples/custom_algorithm.toml
 
-Data comes by position, settings by keyword: those of `[algorithm]` (clip_low, clip_high, …) under their own names,
-others from `algorithm.params`. Everything is checked before a model loads: that the file imports, that the function
-takes what the stage gives, that every keyword without a default is set.
+Data comes by position, settings by keyword, from the table of the stage. Everything is checked before a model loads:
+that the file imports, that the function takes what the stage gives, that every keyword without a default is set, and
+that every setting is a keyword of the function.
 """
 
 from collections.abc import Mapping

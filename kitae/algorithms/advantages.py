@@ -12,13 +12,24 @@ Statistics are computed in float64, in which sums and squares of what float32 ho
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import comb
+from typing import Annotated, Literal
 
 import numpy as np
+from pydantic import Field
 
 from kitae.algorithms.filters import has_variance
 from kitae.algorithms.requirements import Trait, has
 from kitae.algorithms.reward_shaping import Wide, narrow
 from kitae.types import FloatArray, IntArray
+
+Whitening = Literal["none", "tokens", "samples", "scale"]
+Ddof = Annotated[Literal[0, 1], Field(description="1: deviation of a sample, 0: of the whole.")]
+Epsilon = Annotated[float, Field(ge=0, description="Added to the deviation, or to the mean.")]
+K = Annotated[int, Field(ge=1, description="The k of pass-at-k.")]
+CorrectAbove = Annotated[float, Field(description="Scores above this are correct.")]
+Gamma = Annotated[float, Field(gt=0, le=1, description="Discount per token.")]
+Lambda = Annotated[float, Field(ge=0, le=1, description="The λ of GAE.")]
+RewardCoef = Annotated[float, Field(ge=0, description="Weight of the reward beside the reverse KL.")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,19 +85,19 @@ def group_centred(group: GroupRewards) -> FloatArray:
 
 
 @has(Trait.PEERS)
-def group_zscore(group: GroupRewards, *, advantage_ddof: int, advantage_epsilon: float) -> FloatArray:
+def group_zscore(group: GroupRewards, *, ddof: Ddof = 1, epsilon: Epsilon = 1e-6) -> FloatArray:
     """(R − mean) / (std + ε) of the group."""
     if not has_variance(group.rewards_G):
         return np.zeros_like(group.rewards_G)
-    return narrow(_centred(group) / _spread(group, advantage_ddof, advantage_epsilon))
+    return narrow(_centred(group) / _spread(group, ddof, epsilon))
 
 
 @has(Trait.PEERS)
-def group_scaled(group: GroupRewards, *, advantage_ddof: int, advantage_epsilon: float) -> FloatArray:
+def group_scaled(group: GroupRewards, *, ddof: Ddof = 1, epsilon: Epsilon = 1e-6) -> FloatArray:
     """R / (std + ε): not centred."""
     if not has_variance(group.rewards_G):
         return np.zeros_like(group.rewards_G)
-    return narrow(_wide(group) / _spread(group, advantage_ddof, advantage_epsilon))
+    return narrow(_wide(group) / _spread(group, ddof, epsilon))
 
 
 @has(Trait.PEERS)
@@ -106,26 +117,26 @@ def length_weighted(group: GroupRewards) -> FloatArray:
 
 
 @has(Trait.PEERS | Trait.POSITIVE)
-def mean_scaled(group: GroupRewards, *, advantage_epsilon: float) -> FloatArray:
+def mean_scaled(group: GroupRewards, *, epsilon: Epsilon = 1e-6) -> FloatArray:
     """(R − mean) / (mean + ε) for rewards that are not negative: hard prompts count more."""
     mean = float(_wide(group).mean()) if len(group.rewards_G) else 0.0
     if mean <= 0:
         return np.zeros_like(group.rewards_G)
-    return narrow(_centred(group) / (mean + advantage_epsilon))
+    return narrow(_centred(group) / (mean + epsilon))
 
 
 @has(Trait.PEERS | Trait.BLIND)
-def pass_at_k(group: GroupRewards, *, pass_k: int, correct_above: float) -> FloatArray:
+def pass_at_k(group: GroupRewards, *, k: K = 4, correct_above: CorrectAbove = 0.5) -> FloatArray:
     """How much a sample adds to the chance that one of k is correct, over the deviation of that chance."""
     correct_G = group.scores_G > correct_above
     size, wrong = len(correct_G), int((~correct_G).sum())
-    if not 0 < wrong < size or pass_k > size:
+    if not 0 < wrong < size or k > size:
         return np.zeros_like(group.rewards_G)
-    mean = 1 - comb(wrong, pass_k) / comb(size, pass_k)
+    mean = 1 - comb(wrong, k) / comb(size, k)
     deviation = (mean * (1 - mean)) ** 0.5
     if deviation == 0:  # fewer wrong ones than k: every draw of k has a correct one
         return np.zeros_like(group.rewards_G)
-    with_wrong = 1 - comb(wrong - 1, pass_k - 1) / comb(size - 1, pass_k - 1)  # the other k − 1 save a wrong one
+    with_wrong = 1 - comb(wrong - 1, k - 1) / comb(size - 1, k - 1)  # the other k − 1 save a wrong one
     return np.where(correct_G, (1 - mean) / deviation, (with_wrong - mean) / deviation).astype(np.float32)  # type: ignore[no-any-return]
 
 
@@ -133,21 +144,21 @@ def pass_at_k(group: GroupRewards, *, pass_k: int, correct_above: float) -> Floa
 
 
 @has(Trait.TOKENS)
-def returns(sequence: SequenceRewards, *, gamma: float) -> FloatArray:
+def returns(sequence: SequenceRewards, *, gamma: Gamma = 1.0) -> FloatArray:
     """G_t = Σ_{u ≥ t} γ^{u − t} reward_u."""
     rewards_T = sequence.rewards_T
     return gae(SequenceRewards(rewards_T, np.zeros_like(rewards_T)), gamma=gamma, gae_lambda=1.0)
 
 
 @has(Trait.TOKENS | Trait.GREEDY)
-def greedy(sequence: SequenceRewards, *, gamma: float) -> FloatArray:
+def greedy(sequence: SequenceRewards, *, gamma: Gamma = 1.0) -> FloatArray:
     """G_t − reward of the greedy response to the same prompt, of the same policy version."""
     assert sequence.greedy is not None
     return returns(sequence, gamma=gamma) - np.float32(sequence.greedy)
 
 
 @has(Trait.TOKENS | Trait.VALUES)
-def gae(sequence: SequenceRewards, *, gamma: float, gae_lambda: float) -> FloatArray:
+def gae(sequence: SequenceRewards, *, gamma: Gamma = 1.0, gae_lambda: Lambda = 1.0) -> FloatArray:
     """A_t = δ_t + γ λ A_{t+1}, δ_t = reward_t + γ V_{t+1} − V_t."""
     assert sequence.values_T is not None
     found = np.zeros(len(sequence.rewards_T), dtype=np.float64)
@@ -160,7 +171,7 @@ def gae(sequence: SequenceRewards, *, gamma: float, gae_lambda: float) -> FloatA
 
 
 @has(Trait.TOKENS | Trait.TEACHER)
-def reverse_kl(sequence: SequenceRewards, *, reward_coef: float) -> FloatArray:
+def reverse_kl(sequence: SequenceRewards, *, reward_coef: RewardCoef = 0.0) -> FloatArray:
     """log π_teacher − log π_old of the token itself, plus reward_coef × what is left of the reward.
 
     The expected policy gradient of the first part is that of −KL(π ‖ π_teacher) at each token, given those before. What
@@ -188,7 +199,7 @@ ADVANTAGES: Mapping[str, Callable[..., FloatArray]] = {
 }
 
 
-def whiten(advantages: Sequence[FloatArray], kind: str, ddof: int) -> list[FloatArray]:
+def whiten(advantages: Sequence[FloatArray], kind: Whitening, ddof: int = 1) -> list[FloatArray]:
     """Normalise the advantages of a step, one array of tokens for each sample.
 
     tokens: by mean and deviation of all tokens. samples: by those of the samples, each counted once. scale: divide by

@@ -9,14 +9,30 @@ A function returns the weight that each loss token of each sequence carries.
 """
 
 from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import BeforeValidator, Field
 
 from kitae.algorithms.requirements import Trait, has
 from kitae.types import IntArray
 
 Weights = npt.NDArray[np.float64]
+
+
+def _length(value: Any) -> Any:
+    number = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    if not (number or value == "max_tokens"):
+        raise ValueError(f"algorithm.aggregation.length must be a number of tokens, or 'max_tokens', got {value!r}")
+    return value
+
+
+Length = Annotated[
+    int | Literal["max_tokens"],
+    BeforeValidator(_length),
+    Field(description="The L of constant-length: a number of tokens, or 'max_tokens', which is that of sampling."),
+]
 
 
 @has(Trait.COUNTS_TOKENS)
@@ -43,9 +59,10 @@ def seq_mean_token_sum(lengths_B: IntArray, groups_B: IntArray) -> Weights:
 
 
 @has(Trait.COUNTS_TOKENS)
-def constant_length(lengths_B: IntArray, groups_B: IntArray, *, constant_length: int) -> Weights:
-    """1 / (B L) with L = constant_length."""
-    return np.full(len(lengths_B), 1 / (_sequences(lengths_B) * constant_length))
+def constant_length(lengths_B: IntArray, groups_B: IntArray, *, length: Length) -> Weights:
+    """1 / (B L) with L = length; there is no default, since the learning rate depends on it."""
+    assert length != "max_tokens", "the settings give the number"
+    return np.full(len(lengths_B), 1 / (_sequences(lengths_B) * length))
 
 
 @has(Trait.COUNTS_TOKENS)

@@ -32,26 +32,26 @@ class Control:
 
     def __init__(self, config: AlgorithmConfig) -> None:
         self.config = config
-        self.coefficients = Coefficients(config.kl_coef or 0.0, config.entropy_coef or 0.0)
+        self.coefficients = Coefficients(config.kl.coef, config.entropy.coef)
         self._bonus = self.coefficients.entropy  # what is steered; it acts only while the entropy is below its target
 
     @property
     def used(self) -> dict[str, float]:
-        """Those in use, by the names of their settings."""
+        """The coefficients in use, by the names of their metrics."""
         found = {"kl_coef": self.coefficients.kl} if self.coefficients.kl else {}
-        if self.config.entropy_coef or self.config.entropy_target:
+        if self.config.entropy.coef or self.config.entropy.target:
             found["entropy_coef"] = self.coefficients.entropy
         return found
 
     def finish_step(self, totals: Totals, responses: int) -> None:
         """Move what is under control; `responses` were trained on."""
-        c, config = self.coefficients, self.config
+        c, steered, bonus = self.coefficients, self.config.kl, self.config.entropy
         kl, entropy = totals[Signal.KL], totals[Signal.ENTROPY]
-        if c.kl and config.kl_target and config.kl_horizon and kl is not None:
-            c = replace(c, kl=adapt_kl(c.kl, kl, config.kl_target, responses, config.kl_horizon))
-        if config.entropy_target and config.entropy_rate and entropy is not None:
-            self._bonus = adapt_entropy(self._bonus, entropy, config.entropy_target, config.entropy_rate)
-            c = replace(c, entropy=self._bonus if entropy < config.entropy_target else 0.0)
+        if c.kl and steered.target and steered.horizon and kl is not None:
+            c = replace(c, kl=adapt_kl(c.kl, kl, steered.target, responses, steered.horizon))
+        if bonus.target and bonus.rate and entropy is not None:
+            self._bonus = adapt_entropy(self._bonus, entropy, bonus.target, bonus.rate)
+            c = replace(c, entropy=self._bonus if entropy < bonus.target else 0.0)
         self.coefficients = c
 
     def state(self) -> dict[str, float]:

@@ -1,8 +1,8 @@
-"""Distillation: how far a student is from a teacher, over the whole vocabulary or at sampled tokens.
+"""Distillation: how far a student is from a teacher at each token, over the whole vocabulary.
 
-Legend: N tokens, V vocabulary, H hidden size. p is the teacher's distribution, q the student's. Logits of both are made
-in chunks of rows and made again in the backward pass, but for those of the last chunk, which are still there: tokens ×
-vocabulary is never held. Only the student learns.
+Legend: N tokens, V vocabulary, H hidden size. p is the teacher's distribution, q the student's. The logits of both are
+computed in chunks of rows, so that the logits of all tokens are never held at once. The backward pass computes each
+chunk again, except the last, which is still in memory. Only the student gets a gradient.
 """
 
 import math
@@ -46,14 +46,6 @@ def generalised_jsd(
         student_NH, student.weight, student.bias, student, teacher, teacher_NH.detach(), beta, 1 / temperature, chunk
     )
     return loss_N
-
-
-def reverse_kl_advantage(logp_teacher_N: Tensor, logp_student_N: Tensor) -> Tensor:
-    """log p − log q of tokens that the student sampled: the policy gradient with it is that of −KL(q ‖ p). No gradient.
-
-    Sources: Gu et al., 2306.08543; on-policy distillation with it as the only reward: Qwen3, 2505.09388.
-    """
-    return (logp_teacher_N - logp_student_N).detach()
 
 
 def divergence(logp_NV: Tensor, logq_NV: Tensor, beta: float) -> Tensor:

@@ -5,13 +5,16 @@ of the filter is the reason. Several filters combine ("all-correct+all-wrong"): 
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import Field
 
 from kitae.algorithms.requirements import Trait, has
 from kitae.types import BoolArray, FloatArray
+
+CorrectAbove = Annotated[float, Field(description="Scores above this are correct.")]
 
 _TOLERANCE = 1e-6
 
@@ -27,17 +30,17 @@ def zero_variance(scores_G: FloatArray) -> BoolArray:
     return np.full(len(scores_G), has_variance(scores_G))
 
 
-def all_correct(scores_G: FloatArray, *, correct_above: float) -> BoolArray:
+def all_correct(scores_G: FloatArray, *, correct_above: CorrectAbove = 0.5) -> BoolArray:
     """Drop groups in which every score is above correct_above."""
     return np.full(len(scores_G), not (scores_G > correct_above).all())
 
 
-def all_wrong(scores_G: FloatArray, *, correct_above: float) -> BoolArray:
+def all_wrong(scores_G: FloatArray, *, correct_above: CorrectAbove = 0.5) -> BoolArray:
     """Drop groups in which no score is above correct_above."""
     return np.full(len(scores_G), (scores_G > correct_above).any())
 
 
-def keep_best(scores_G: FloatArray, *, correct_above: float) -> BoolArray:
+def keep_best(scores_G: FloatArray, *, correct_above: CorrectAbove = 0.5) -> BoolArray:
     """Keep only samples whose score is the group's best and above correct_above."""
     best: BoolArray = (scores_G >= scores_G.max(initial=-np.inf) - _TOLERANCE) & (scores_G > correct_above)
     return best

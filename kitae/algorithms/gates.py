@@ -1,23 +1,68 @@
-"""S5, gates: (ratio, advantage) → loss per token, before correction weights and aggregation.
+"""S5, gates: (ratio, advantage) → loss of each token, before correction weights and aggregation.
 
-Losses are minimised. Gates that end in `A log π` weight the plain policy gradient by a detached number: their value
-means nothing, their gradient is that number times −A.
+Losses are minimised. A gate that ends in `A log π` weights the plain policy gradient by a detached number: the value of
+such a loss means nothing, its gradient is that number times −A.
+
+A gate is added here alone: a function, its settings as keyword arguments with limits and defaults, and its name in
+`GATES`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import Field
 
 from kitae.algorithms.loss_tokens import TokenBatch
-from kitae.algorithms.requirements import Trait, has
+from kitae.algorithms.requirements import Trait, has, refuses
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+ClipLow = Annotated[float, Field(gt=0, lt=1, description="Ratios below 1 - clip_low are clipped.")]
+ClipHigh = Annotated[float, Field(gt=0, description="Ratios above 1 + clip_high are clipped.")]
+DualClip = Annotated[float, Field(ge=0, description="Cap of the ratio for negative advantages; 0: off.")]
+WeightFloor = Annotated[float, Field(ge=0, le=1, description="Smallest weight.")]
+WeightCap = Annotated[float, Field(gt=0, description="Largest weight, as a ratio (not as 1 + ε).")]
+TVLimit = Annotated[float, Field(gt=0, lt=1, description="Largest change of a token's probability.")]
+TauPositive = Annotated[float, Field(gt=0, description="Sharpness of the sigmoid where A > 0.")]
+TauNegative = Annotated[float, Field(gt=0, description="Sharpness of the sigmoid where A < 0.")]
+RejectBelow = Annotated[float, Field(ge=0, lt=1, description="Ratios below this get weight 0.")]
+CovShare = Annotated[
+    float, Field(gt=0, le=1, description="Share of the step's tokens, those of highest covariance, that is held.")
+]
+CovCoef = Annotated[float, Field(ge=0, description="Weight of |log r| where kl-cov holds a token.")]
+
+
+def _dual_clip_beyond_the_band(s: Mapping[str, Any]) -> Iterator[str]:
+    if s["dual_clip"] and s["dual_clip"] <= 1 + s["clip_high"]:
+        yield f"dual_clip must exceed 1 + clip_high = {1 + s['clip_high']:g}, got {s['dual_clip']:g}"
+
+
+def _weights_around_one(s: Mapping[str, Any]) -> Iterator[str]:
+    if s["weight_cap"] < 1:
+        yield (
+            f"weight_cap must be at least 1, got {s['weight_cap']:g}: it is a ratio, and a smaller cap would shrink "
+            "every update"
+        )
+    if s.get("reject_below") and s["weight_floor"] and s["reject_below"] >= s["weight_floor"]:
+        yield (
+            f"reject_below must be below weight_floor = {s['weight_floor']:g}, got {s['reject_below']:g}: the floor "
+            "would never act"
+        )
+
 
 @has(Trait.SLOPE | Trait.BAND)
-def clip(ratio_N: Tensor, tokens: TokenBatch, *, clip_low: float, clip_high: float, dual_clip: float) -> Tensor:
+@refuses(_dual_clip_beyond_the_band)
+def clip(
+    ratio_N: Tensor,
+    tokens: TokenBatch,
+    *,
+    clip_low: ClipLow = 0.2,
+    clip_high: ClipHigh = 0.2,
+    dual_clip: DualClip = 0.0,
+) -> Tensor:
     """max(−A r, −A clip(r, 1 − clip_low, 1 + clip_high)); dual_clip c > 0: at most −A c where A < 0.
 
     The gradient is exactly 0 where A > 0 and r > 1 + clip_high, where A < 0 and r < 1 − clip_low, and where A < 0 and
@@ -42,13 +87,16 @@ def likelihood(ratio_N: Tensor, tokens: TokenBatch) -> Tensor:
     return -tokens.advantage_N * tokens.logp_N
 
 
-def weight_clip(ratio_N: Tensor, tokens: TokenBatch, *, weight_floor: float, weight_cap: float) -> Tensor:
+@refuses(_weights_around_one)
+def weight_clip(
+    ratio_N: Tensor, tokens: TokenBatch, *, weight_floor: WeightFloor = 0.0, weight_cap: WeightCap = 5.0
+) -> Tensor:
     """−sg[clip(r, weight_floor, weight_cap)] A log π_θ: the weight is bounded, no token loses its gradient."""
     return -ratio_N.detach().clamp(weight_floor, weight_cap) * tokens.advantage_N * tokens.logp_N
 
 
 @has(Trait.BAND | Trait.UNWEIGHTED)
-def mask(ratio_N: Tensor, tokens: TokenBatch, *, clip_low: float, clip_high: float) -> Tensor:
+def mask(ratio_N: Tensor, tokens: TokenBatch, *, clip_low: ClipLow = 0.2, clip_high: ClipHigh = 0.2) -> Tensor:
     """−M A log π_θ with M = 0 where PPO's clip would stop the gradient; the ratio only decides, S6 weights."""
     r_N, advantage_N = ratio_N.detach(), tokens.advantage_N
     stopped_N = ((advantage_N > 0) & (r_N > 1 + clip_high)) | ((advantage_N < 0) & (r_N < 1 - clip_low))
@@ -56,7 +104,7 @@ def mask(ratio_N: Tensor, tokens: TokenBatch, *, clip_low: float, clip_high: flo
 
 
 @has(Trait.SINGLE)
-def divergence_mask(ratio_N: Tensor, tokens: TokenBatch, *, tv_limit: float) -> Tensor:
+def divergence_mask(ratio_N: Tensor, tokens: TokenBatch, *, tv_limit: TVLimit = 0.15) -> Tensor:
     """−M A r with M = 0 where r moves away from 1 with A and |π_θ − π_anchor| of the token exceeds tv_limit."""
     advantage_N, r_N = tokens.advantage_N, ratio_N.detach()
     probability_N = tokens.logp_N.detach().exp()
@@ -66,15 +114,23 @@ def divergence_mask(ratio_N: Tensor, tokens: TokenBatch, *, tv_limit: float) -> 
 
 
 @has(Trait.SLOPE)
-def sigmoid(ratio_N: Tensor, tokens: TokenBatch, *, tau_positive: float, tau_negative: float) -> Tensor:
+def sigmoid(
+    ratio_N: Tensor, tokens: TokenBatch, *, tau_positive: TauPositive = 1.0, tau_negative: TauNegative = 1.05
+) -> Tensor:
     """−A (4/τ) σ(τ (r − 1)) with τ by the sign of A; the gradient at r = 1 is −A for every τ."""
     advantage_N = tokens.advantage_N
     tau_N = advantage_N.new_full((), tau_positive).where(advantage_N > 0, advantage_N.new_full((), tau_negative))
     return -advantage_N * (4 / tau_N) * (tau_N * (ratio_N - 1)).sigmoid()
 
 
+@refuses(_weights_around_one)
 def asymmetric(
-    ratio_N: Tensor, tokens: TokenBatch, *, weight_floor: float, weight_cap: float, reject_below: float
+    ratio_N: Tensor,
+    tokens: TokenBatch,
+    *,
+    weight_floor: WeightFloor = 0.0,
+    weight_cap: WeightCap = 5.0,
+    reject_below: RejectBelow = 0.0,
 ) -> Tensor:
     """−sg[W] A log π_θ with W = min(r, weight_cap) where A > 0, clip(r, weight_floor, 1) where A < 0.
 
@@ -86,7 +142,9 @@ def asymmetric(
 
 
 @has(Trait.SINGLE)
-def geometric_clip(ratio_N: Tensor, tokens: TokenBatch, *, clip_low: float, clip_high: float) -> Tensor:
+def geometric_clip(
+    ratio_N: Tensor, tokens: TokenBatch, *, clip_low: ClipLow = 0.2, clip_high: ClipHigh = 0.2
+) -> Tensor:
     """−A exp(mean_t of the pessimistic log r_t), each log-ratio clipped to [−clip_low, clip_high] by the sign of A."""
     advantage_N = tokens.advantage_N
     log_N = ratio_N.log()
@@ -95,8 +153,15 @@ def geometric_clip(ratio_N: Tensor, tokens: TokenBatch, *, clip_low: float, clip
 
 
 @has(Trait.SLOPE | Trait.SINGLE | Trait.COVARIANCE)
+@refuses(_dual_clip_beyond_the_band)
 def clip_cov(
-    ratio_N: Tensor, tokens: TokenBatch, *, clip_low: float, clip_high: float, dual_clip: float, cov_share: float
+    ratio_N: Tensor,
+    tokens: TokenBatch,
+    *,
+    clip_low: ClipLow = 0.2,
+    clip_high: ClipHigh = 0.2,
+    dual_clip: DualClip = 0.0,
+    cov_share: CovShare = 2e-4,
 ) -> Tensor:
     """`clip`, but 0 for the cov_share of the step's tokens whose covariance of log μ and A is highest."""
     clipped_N = clip(ratio_N, tokens, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)
@@ -104,7 +169,7 @@ def clip_cov(
 
 
 @has(Trait.SLOPE | Trait.SINGLE | Trait.COVARIANCE)
-def kl_cov(ratio_N: Tensor, tokens: TokenBatch, *, cov_share: float, cov_coef: float) -> Tensor:
+def kl_cov(ratio_N: Tensor, tokens: TokenBatch, *, cov_share: CovShare = 2e-4, cov_coef: CovCoef = 1.0) -> Tensor:
     """−A r, plus cov_coef |log r| for the cov_share of the step's tokens whose covariance of log μ and A is highest."""
     held_N = _highest_covariance(tokens, cov_share)
     return -tokens.advantage_N * ratio_N + cov_coef * ratio_N.log().abs().masked_fill(~held_N, 0.0)

@@ -13,10 +13,9 @@ import numpy as np
 from kitae.algorithms.advantages import GroupRewards, SequenceRewards, whiten
 from kitae.algorithms.config import AlgorithmConfig
 from kitae.algorithms.covariance import covariance_ranks
-from kitae.algorithms.functions import Functions
+from kitae.algorithms.functions import Functions, numbers
 from kitae.algorithms.requirements import Trait
 from kitae.algorithms.reward_shaping import Moments, StepRewards
-from kitae.algorithms.stage_results import numbers
 from kitae.data.packing import NO_RECORD
 from kitae.errors import VerifierError
 from kitae.types import BoolArray, Chain, ExpertArray, FloatArray, Group, Rollout, Sample, spliced
@@ -82,7 +81,7 @@ class GroupStages:
     @property
     def wants_reference(self) -> bool:
         """Where a function needs one and the settings name none, it is the frozen one."""
-        return self.config.reference not in (None, "none") or Trait.REFERENCE in self._functions.traits
+        return self.config.reference.name not in (None, "none") or Trait.REFERENCE in self._functions.traits
 
     @property
     def wants_teacher(self) -> bool:
@@ -91,7 +90,7 @@ class GroupStages:
 
     @property
     def kl_in_reward(self) -> bool:
-        return self.wants_reference and bool(self.config.kl_coef) and self.config.kl_in == "reward"
+        return self.wants_reference and bool(self.config.kl.coef) and self.config.kl.into == "reward"
 
     @property
     def wants_old(self) -> bool:
@@ -126,7 +125,7 @@ class GroupStages:
 
     def _candidate(self, rollout: Rollout, *, reward: float, baseline: float | None, kept: bool) -> Candidate:
         samples = tuple(sample_of(rollout, number, chain) for number, chain in enumerate(rollout.chains))
-        if self.config.routing == "engine":
+        if self.config.experts.routing == "engine":
             pairs = zip(samples, rollout.chains, strict=True)
             samples = tuple(replace(s, experts=experts_of(chain)) for s, chain in pairs)
         trained = kept and any(s.mask_T.any() for s in samples)
@@ -144,8 +143,7 @@ class GroupStages:
             found = self._group_advantages(candidates, kl_coef)
         if self.wants_values:
             kept = [c.with_column("return", found[c.group, c.index] + c.column("value")) for c in kept]
-        whitening, ddof = self.config.whiten or "none", self.config.advantage_ddof or 0
-        white = whiten([found[c.group, c.index] for c in kept], whitening, ddof)
+        white = whiten([found[c.group, c.index] for c in kept], self.config.advantage.whiten)
         return [c.with_column("advantage", a_N) for c, a_N in zip(kept, white, strict=True)]
 
     def group_metrics(self, groups: Sequence[Group]) -> dict[str, float]:
@@ -173,13 +171,12 @@ class GroupStages:
     def _shape(self, rollouts: Sequence[Rollout], greedy: Sequence[Rollout], others: Sequence[Rollout]) -> FloatArray:
         """S1. Greedy responses are shaped like the others, but are no part of the statistics."""
         rows = [*rollouts, *greedy, *others]
-        if self.config.shaping is None:  # the advantage reads no rewards
+        if self.config.shaping.name is None:  # the advantage reads no rewards
             return _scores(rows)
         truncated_B = np.array([r.finish == "length" for r in rows], dtype=bool)
         scores_B = _scores(rows)
-        if self.config.truncation == "reward":
-            assert self.config.truncation_reward is not None
-            scores_B = np.where(truncated_B, np.float32(self.config.truncation_reward), scores_B)
+        if not isinstance(self.config.truncation, str):
+            scores_B = np.where(truncated_B, np.float32(self.config.truncation), scores_B)
         step = StepRewards(
             scores_B=scores_B,
             lengths_B=np.array([r.response_length for r in rows], dtype=np.int64),
@@ -188,10 +185,10 @@ class GroupStages:
             max_tokens=self.max_tokens,
         )
         rewards_B = numbers("shaping", self._functions.one("shaping")(step), len(rows))
-        if self.config.reward_norm == "none":
+        if self.config.shaping.norm == "none":
             return rewards_B
         sampled = np.concatenate([rewards_B[: len(rollouts)], rewards_B[len(rollouts) + len(greedy) :]])
-        if self.config.reward_norm == "batch":
+        if self.config.shaping.norm == "batch":
             return Moments().add(sampled).normalise(rewards_B)
         self.reward_moments = self.reward_moments.add(sampled)
         return self.reward_moments.normalise(rewards_B)

@@ -13,12 +13,11 @@ from torch import Tensor
 
 from kitae.algorithms.config import AlgorithmConfig
 from kitae.algorithms.control import Coefficients, Signal
-from kitae.algorithms.functions import Functions
+from kitae.algorithms.functions import Functions, brief
 from kitae.algorithms.loss_tokens import TokenBatch, bounded_exp, log_ratio
 from kitae.algorithms.ratios import ANCHORS, interpolated
 from kitae.algorithms.regularisers import k3
 from kitae.algorithms.requirements import Trait
-from kitae.algorithms.stage_results import brief
 from kitae.errors import ConfigError
 from kitae.observe.meter import Meter
 
@@ -32,7 +31,7 @@ class PolicyLoss:
 
     @property
     def entropy_gradient(self) -> bool:
-        return bool(self.config.entropy_coef or self.config.entropy_target)
+        return bool(self.config.entropy.coef or self.config.entropy.target)
 
     @property
     def wants_divergence(self) -> bool:
@@ -41,7 +40,7 @@ class PolicyLoss:
 
     @property
     def estimates_old(self) -> bool:
-        return self.config.anchor == "interpolated"
+        return self.config.ratio.anchor == "interpolated"
 
     def __call__(self, tokens: TokenBatch, coefficients: Coefficients, meter: Meter) -> Tensor:
         """The weighted sum over the tokens of a micro-batch; adding these over micro-batches gives the step's loss."""
@@ -56,30 +55,30 @@ class PolicyLoss:
         parts = [_expect_tokens("correction", f(tokens), tokens) for f in corrections]
         weights_N = reduce(mul, parts).detach()
         loss = (policy_N * weights_N * tokens.weight_N).sum()
-        if coefficients.kl and self.config.kl_in == "loss":
+        if coefficients.kl and self.config.kl.into == "loss":
             penalty_N = _expect_tokens("kl", self._functions.one("kl")(tokens), tokens)
             loss = loss + coefficients.kl * (penalty_N * tokens.weight_N).sum()
         if coefficients.entropy:
             loss = loss - coefficients.entropy * (tokens.entropy_N * tokens.weight_N).sum()
-        if self.config.sft_coef:
-            loss = loss + self.config.sft_coef * (self._likelihood(tokens, meter) * tokens.weight_N).sum()
+        if self.config.sft.coef:
+            loss = loss + self.config.sft.coef * (self._likelihood(tokens, meter) * tokens.weight_N).sum()
         self._measure(measured, ratio_N, weights_N, meter)
         meter.total("loss", loss.detach())
         return loss
 
     def _likelihood(self, tokens: TokenBatch, meter: Meter) -> Tensor:
         """−log π_θ of the tokens of correct responses, 0 elsewhere."""
-        assert tokens.score_N is not None and self.config.correct_above is not None
-        correct_N = tokens.score_N > self.config.correct_above
+        assert tokens.score_N is not None and self.config.sft.correct_above is not None
+        correct_N = tokens.score_N > self.config.sft.correct_above
         found_N = -tokens.logp_N.masked_fill(~correct_N, 0.0)
         meter.part("sft_loss", found_N.detach().sum(), correct_N.sum())
         return found_N
 
     def _ratio(self, tokens: TokenBatch) -> Tensor:
-        if self.config.ratio is None:  # the gate reads none; this one is for the metrics
+        if self.config.ratio.name is None:  # the gate reads none; this one is for the metrics
             return bounded_exp(log_ratio(tokens.logp_N, tokens.logp_old_N).detach())
-        assert self.config.anchor is not None
-        anchor_N = tokens.logp_old_N if self.estimates_old else ANCHORS[self.config.anchor](tokens)
+        assert self.config.ratio.anchor is not None
+        anchor_N = tokens.logp_old_N if self.estimates_old else ANCHORS[self.config.ratio.anchor](tokens)
         ratio_N = self._functions.one("ratio")(log_ratio(tokens.logp_N, anchor_N), tokens)
         return _expect_tokens("ratio", ratio_N, tokens)
 

@@ -10,7 +10,11 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """`choices` are what differs from `BASE`; together they fill the keys that a recipe leaves open."""
+    """`choices` are what differs from `BASE`; together they fill what a recipe leaves open.
+
+    A choice is the name of a function, or a table with settings as a recipe has it: `{"gate": {"clip_high": 0.28}}`. A
+    setting holds for every function that has it: with `gate = "mask"`, clip_high is 0.28 too.
+    """
 
     title: str
     source: str
@@ -20,81 +24,39 @@ class Preset:
 
     @property
     def complete(self) -> dict[str, Any]:
-        return {**BASE, **self.choices}
+        """`{"truncation": "keep", "gate": {"name": "clip", "clip_high": 0.28}, …}`: all choices, spelled as tables."""
+        found = {key: value if key == "truncation" else _spelled(value) for key, value in BASE.items()}
+        for key, value in self.choices.items():
+            found[key] = {**found.get(key, {}), **_spelled(value)}
+        return found
+
+
+def _spelled(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {"name": value}
 
 
 BASE: Mapping[str, Any] = {
-    "shaping": "standard",
     "truncation": "keep",
-    "truncation_reward": 0.0,
-    "overlong_buffer": 0,
-    "length_penalty": 0.0,
-    "reward_bias": 0.0,
-    "reward_scale": 1.0,
-    "reward_clip": 0.0,
-    "reward_norm": "none",
+    "shaping": "standard",
     "filter": "none",
-    "correct_above": 0.5,
     "advantage": "group-zscore",
-    "advantage_ddof": 1,
-    "advantage_epsilon": 1e-6,
-    "whiten": "none",
-    "reward_coef": 0.0,
-    "pass_k": 4,
-    "gamma": 1.0,
-    "gae_lambda": 1.0,
-    "critic_lr": 1e-5,
-    "critic_clip": 0.5,
-    "critic_warmup": 0,
     "ratio": "token",
-    "anchor": "old",
-    "routing": "own",
     "gate": "clip",
-    "clip_low": 0.2,
-    "clip_high": 0.2,
-    "dual_clip": 0.0,
-    "weight_floor": 0.0,
-    "weight_cap": 5.0,
-    "tau_positive": 1.0,
-    "tau_negative": 1.05,
-    "tv_limit": 0.15,
-    "reject_below": 0.0,
-    "cov_share": 2e-4,
-    "cov_coef": 1.0,
     "correction": "tis",
-    "correction_floor": 0.0,
-    "correction_cap": 2.0,
-    "correction_low": 0.5,
-    "correction_high": 5.0,
-    "geometric_low": 0.99,
-    "geometric_high": 1.01,
-    "veto_low": 1e-4,
-    "veto_high": 1e4,
-    "drift_limit": 0.01,
-    "entropy_share": 0.2,
-    "opsm_limit": 1e-4,
-    "age_limit": 4,
     "aggregation": "token-mean",
     "kl": "k2",
-    "kl_coef": 0.0,
-    "kl_in": "loss",
-    "kl_target": 0.0,
-    "kl_horizon": 10_000.0,
     "reference": "none",
-    "reference_every": 400,
-    "reference_mix": 0.6,
-    "entropy_coef": 0.0,
-    "entropy_target": 0.0,
-    "entropy_rate": 0.005,
-    "sft_coef": 0.0,
-    "router_z_coef": 0.0,
-    "router_balance_coef": 0.0,
 }
-"""What every preset starts from. `constant_length` has no default: whoever averages by it must say it."""
+"""What every preset starts from. Numbers are the defaults of the functions."""
 
-_PLUS_MINUS = {"reward_bias": -0.5, "reward_scale": 2.0}  # scores in {0, 1} become {-1, 1}
+_PLUS_MINUS = {"shaping": {"bias": -0.5, "scale": 2.0}}  # scores in {0, 1} become {-1, 1}
 _SEQ = {"aggregation": "seq-mean-token-mean"}
-_KL_IN_REWARD = {"kl": "k1", "kl_in": "reward", "reference": "frozen"}
+
+
+def _kl_in_reward(coef: float) -> dict[str, Any]:
+    return {"kl": {"name": "k1", "coef": coef, "into": "reward"}, "reference": "frozen"}
+
+
 _MINIMALIST = "A minimalist approach to LLM reasoning, arXiv 2504.11343"
 _REINFORCE = {**_PLUS_MINUS, **_SEQ, "advantage": "reward"}
 _CLIP = "ℓ = max(−A r, −A clip(r, 0.8, 1.2))"
@@ -169,19 +131,14 @@ PRESETS: Mapping[str, Preset] = {
         "reward_t = −β k1_t, plus R at the last token; A = GAE(γ, λ), whitened over all tokens; "
         f"{_CLIP}; critic: ½ max((V − G)², (clip(V, V_old ± c) − G)²)",
         "Returns use advantages before whitening. Tokens of an environment are skipped in GAE, not seen as reward 0.",
-        {
-            **_KL_IN_REWARD,
-            "kl_coef": 0.001,
-            "advantage": "gae",
-            "whiten": "tokens",
-        },
+        {**_kl_in_reward(0.001), "advantage": {"name": "gae", "whiten": "tokens"}},
     ),
     "grpo": Preset(
         "Group relative policy optimisation",
         "DeepSeekMath, arXiv 2402.03300",
         f"A = (R − mean) / (std + ε) of the group; {_CLIP}; mean over tokens, then over responses",
         "The deviation is the sample one (ddof 1) and ε is added to it, not to the variance. No KL term: for the "
-        "paper's add reference = 'frozen', kl = 'k3', kl_coef = 0.04.",
+        "paper's add reference = 'frozen', kl = { name = 'k3', coef = 0.04 }.",
         {**_SEQ},
     ),
     "dr-grpo": Preset(
@@ -189,7 +146,7 @@ PRESETS: Mapping[str, Preset] = {
         "Understanding R1-Zero-like training, arXiv 2503.20783",
         f"A = R − mean of the group; {_CLIP}; sum over tokens / (B · L)",
         "Both halves are needed: the baseline alone, with a mean over tokens, keeps the length bias. L is a constant.",
-        {"advantage": "group-centred", "aggregation": "constant-length", "constant_length": "max_tokens"},
+        {"advantage": "group-centred", "aggregation": {"name": "constant-length", "length": "max_tokens"}},
     ),
     "dapo": Preset(
         "Decoupled clip, groups without signal dropped, token-level loss",
@@ -198,7 +155,7 @@ PRESETS: Mapping[str, Preset] = {
         "ℓ = max(−A r, −A clip(r, 0.8, 1.28)); mean over all tokens of the step",
         "The length penalty (off until overlong_buffer is set) starts at cap − buffer, the cap being the hard one; the "
         "filter sees scores before it. The paper's formula averages per group (prompt-mean), all code over the step.",
-        {"filter": "zero-variance", "clip_high": 0.28},
+        {"filter": "zero-variance", "gate": {"clip_high": 0.28}},
     ),
     "gspo": Preset(
         "Group sequence policy optimisation",
@@ -206,7 +163,7 @@ PRESETS: Mapping[str, Preset] = {
         "s = exp(mean_t log r_t) of the sequence; ℓ = max(−A s, −A clip(s, 1 − 3e-4, 1 + 4e-4)); mean over responses",
         "A token's clip of 0.2 never acts on s: more than 0.05 is refused. Token-mean would weight by length "
         "(0.565 instead of 0.174).",
-        {**_SEQ, "ratio": "sequence-mean", "clip_low": 3e-4, "clip_high": 4e-4, "correction": "none"},
+        {**_SEQ, "ratio": "sequence-mean", "gate": {"clip_low": 3e-4, "clip_high": 4e-4}, "correction": "none"},
     ),
     "gspo-token": Preset(
         "GSPO with advantages that may differ by token",
@@ -214,7 +171,7 @@ PRESETS: Mapping[str, Preset] = {
         "s_t = sg[s] π_θ(t) / sg[π_θ(t)], then as GSPO, averaged over tokens, then over responses",
         "Has exactly GSPO's gradient where advantages and weights are the same for all tokens of a response: hence no "
         "token weight in S6, and this aggregation.",
-        {**_SEQ, "ratio": "sequence-mean-token", "clip_low": 3e-4, "clip_high": 4e-4, "correction": "none"},
+        {**_SEQ, "ratio": "sequence-mean-token", "gate": {"clip_low": 3e-4, "clip_high": 4e-4}, "correction": "none"},
     ),
     "rloo": Preset(
         "REINFORCE with leave-one-out baseline",
@@ -222,8 +179,7 @@ PRESETS: Mapping[str, Preset] = {
         "R' = R − β Σ_t k1_t; A = R' − mean of the others; ℓ = −A log π(y), sum over tokens, mean over responses",
         "One sample is left out, never one token. The penalty is summed over the response before the baseline.",
         {
-            **_KL_IN_REWARD,
-            "kl_coef": 0.05,
+            **_kl_in_reward(0.05),
             "advantage": "leave-one-out",
             "gate": "likelihood",
             "aggregation": "seq-mean-token-sum",
@@ -235,8 +191,7 @@ PRESETS: Mapping[str, Preset] = {
         "A_t = Σ_{u ≥ t} reward_u − R(greedy answer); ℓ = −A log π(y), sum over tokens, mean over responses",
         "The greedy answer comes from the same policy version, costs one decode per prompt, and is never trained on.",
         {
-            **_KL_IN_REWARD,
-            "kl_coef": 0.001,
+            **_kl_in_reward(0.001),
             "advantage": "greedy",
             "gate": "likelihood",
             "aggregation": "seq-mean-token-sum",
@@ -247,7 +202,7 @@ PRESETS: Mapping[str, Preset] = {
         "REINFORCE++, arXiv 2501.03262",
         f"reward_t = −β k1_t, + R at the last token; G_t = return to go; A = (G − mean) / std of all tokens; {_CLIP}",
         "Penalty, then return, then whitening, once on the whole batch: not per mini-batch or rank.",
-        {**_KL_IN_REWARD, "kl_coef": 0.001, "advantage": "returns", "whiten": "tokens"},
+        {**_kl_in_reward(0.001), "advantage": {"name": "returns", "whiten": "tokens"}},
     ),
     "reinforce++-baseline": Preset(
         "Group mean as baseline, then batch normalisation",
@@ -255,7 +210,11 @@ PRESETS: Mapping[str, Preset] = {
         f"A' = R − mean of the group; A = A' / std over the samples of the batch; {_CLIP}; + β k2",
         "Statistics of tokens would give groups without signal a positive advantage (0.39): samples count once each, "
         "and their mean, 0 by construction, is not subtracted.",
-        {"advantage": "group-centred", "whiten": "scale", "kl_coef": 0.001, "reference": "frozen"},
+        {
+            "advantage": {"name": "group-centred", "whiten": "scale"},
+            "kl": {"coef": 0.001},
+            "reference": "frozen",
+        },
     ),
     "cispo": Preset(
         "Clipped importance weights, no clipped gradients",
@@ -278,10 +237,8 @@ PRESETS: Mapping[str, Preset] = {
         "The cap acts on ρ, not on w = π_old/μ. A sum over tokens grows with the length: tune the learning rate.",
         {
             "advantage": "group-centred",
-            "gate": "mask",
-            "clip_high": 0.27,
-            "correction": "total",
-            "correction_cap": 5.0,
+            "gate": {"name": "mask", "clip_high": 0.27},
+            "correction": {"name": "total", "cap": 5.0},
             "aggregation": "seq-mean-token-sum",
         },
     ),
@@ -290,7 +247,7 @@ PRESETS: Mapping[str, Preset] = {
         "Olmo 3",
         "A = R − mean; ℓ = min(w, 2) max(−A r, −A clip(r, 0.8, 1.272)); mean over all tokens",
         "The weight w is truncated once. Groups without signal are dropped (and replaced: pipeline.refill).",
-        {"filter": "zero-variance", "advantage": "group-centred", "clip_high": 0.272},
+        {"filter": "zero-variance", "advantage": "group-centred", "gate": {"clip_high": 0.272}},
     ),
     "decoupled-ppo": Preset(
         "Clip against the proximal policy, weight by the behaviour policy",
@@ -298,7 +255,7 @@ PRESETS: Mapping[str, Preset] = {
         "A as in GRPO, over its deviation in the batch; ℓ = min(w, 5) max(−A r, −A clip(r, 0.8, 1.2)), w per token",
         "Without w this is plain PPO, whatever it is called. μ is stored per token: a response may span versions. The "
         "KL penalty of AReaL's default is off.",
-        {"whiten": "scale", "correction_cap": 5.0},
+        {"advantage": {"whiten": "scale"}, "correction": {"cap": 5.0}},
     ),
     "stale-asymmetric": Preset(
         "Trajectory weights that treat good and bad stale samples differently",
@@ -307,12 +264,8 @@ PRESETS: Mapping[str, Preset] = {
         "The floor would lift what the policy has given up: responses with ρ < 0.001 are rejected. A ratio to μ "
         "excludes a correction weight.",
         {
-            "ratio": "sequence-product",
-            "anchor": "behaviour",
-            "gate": "asymmetric",
-            "weight_floor": 0.5,
-            "weight_cap": 10.0,
-            "reject_below": 1e-3,
+            "ratio": {"name": "sequence-product", "anchor": "behaviour"},
+            "gate": {"name": "asymmetric", "weight_floor": 0.5, "weight_cap": 10.0, "reject_below": 1e-3},
             "correction": "none",
         },
     ),
@@ -329,7 +282,7 @@ PRESETS: Mapping[str, Preset] = {
         "A as in GRPO; ℓ = −A exp(mean_t log r̄_t), log r̄ clipped to [−0.4, 0.4] by the sign of A; mean over responses",
         "The clip is on log-ratios of tokens, inside the mean; clipping the mean would be GSPO. The mean spreads "
         "the weight of one token over all: hence no token weight in S6.",
-        {**_SEQ, "gate": "geometric-clip", "clip_low": 0.4, "clip_high": 0.4, "correction": "none"},
+        {**_SEQ, "gate": {"name": "geometric-clip", "clip_low": 0.4, "clip_high": 0.4}, "correction": "none"},
     ),
     "opo": Preset(
         "On-policy with the baseline of least variance",
@@ -352,8 +305,7 @@ PRESETS: Mapping[str, Preset] = {
         "Length penalties come from forced interruption in the paper; here overlong_buffer is the nearest.",
         {
             "filter": "zero-variance",
-            "advantage": "group-centred",
-            "whiten": "scale",
+            "advantage": {"name": "group-centred", "whiten": "scale"},
             "gate": "weight-clip",
             "aggregation": "prompt-mean",
         },
@@ -370,7 +322,7 @@ PRESETS: Mapping[str, Preset] = {
         "Your efficient RL framework secretly brings you off-policy training, 2025",
         f"A as in GRPO; {_CLIP}, times Π w where that is at most 3, else 0",
         "A product over a long response works like a length filter: 1.01 to the power of 4,096 is 5e17.",
-        {**_SEQ, "correction": "sequence-mask", "correction_cap": 3.0},
+        {**_SEQ, "correction": {"name": "sequence-mask", "cap": 3.0}},
     ),
     "opsm": Preset(
         "GRPO that drops wrong responses the policy has moved away from",
@@ -384,14 +336,14 @@ PRESETS: Mapping[str, Preset] = {
         "Rethinking the trust region in LLM RL, arXiv 2602.04879",
         "r = π_θ/μ; ℓ = −M A r, M = 0 where r moves on in the direction of A and |π_θ − μ| > 0.15; mean of all tokens",
         "The ratio is taken to μ, so a correction weight would count the mismatch twice.",
-        {"anchor": "behaviour", "gate": "divergence-mask", "correction": "none"},
+        {"ratio": {"anchor": "behaviour"}, "gate": "divergence-mask", "correction": "none"},
     ),
     "entropy-control": Preset(
         "GRPO with an entropy bonus that holds a target",
         "after Skywork-OR1, arXiv 2505.22312",
         f"A as in GRPO; {_CLIP}; − α H while H is below its target, with α raised then and lowered while it is above",
         "The bonus acts on the entropy of the whole distribution, with its gradient, not on −log π of the sample.",
-        {"filter": "zero-variance", "entropy_coef": 0.005, "entropy_target": 0.2},
+        {"filter": "zero-variance", "entropy": {"coef": 0.005, "target": 0.2}},
     ),
     "clip-cov": Preset(
         "GRPO that stops the few tokens which take most of the entropy",
@@ -408,7 +360,7 @@ PRESETS: Mapping[str, Preset] = {
         "A as in GRPO; ℓ = −A r, plus |log r| for the 0.2 % of tokens with the highest (log μ − mean) (A − mean); mean "
         "of all tokens",
         "With one update per batch r is 1 and nothing is held: it needs several.",
-        {"gate": "kl-cov", "cov_share": 2e-3},
+        {"gate": {"name": "kl-cov", "cov_share": 2e-3}},
     ),
     "distil": Preset(
         "On-policy distillation: the reverse KL to a teacher as advantage",

@@ -1,14 +1,16 @@
-"""What a stage function needs of a run, and what others must know of it. It says so itself, a user's own too:
+"""What a stage function declares: what it needs of a run, how it combines with others, which settings it refuses.
+
+A function declares it with a decorator, a user's own function too:
 
     from kitae.algorithms.requirements import needs
 
     @needs("tokens", "values")
     def advantage(sequence, *, sharpness=1.0): ...
 
-Nothing in a run asks for the name of a function.
+The rest of a run reads these declarations and never compares the name of a function.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from enum import Flag, auto
 from functools import partial
 from typing import Any, TypeVar
@@ -17,6 +19,8 @@ from kitae.errors import ConfigError
 from kitae.plugins import nearest
 
 F = TypeVar("F", bound=Callable[..., Any])
+Rule = Callable[[Mapping[str, Any]], Iterator[str]]
+"""Settings of a function → a complaint for each contradiction between them, which begins with the name of a setting."""
 
 
 class Trait(Flag):
@@ -57,9 +61,9 @@ NEEDS = {
     "covariance": Trait.COVARIANCE,
     "group": Trait.PEERS,
 }
-"""What a function of a user's own may ask for: values of a critic; the reward of the greedy response; log-probs of the
-reference, or of a teacher; the divergence from a teacher; to see tokens and not groups; the rank of tokens by
-covariance; at least two samples of a prompt."""
+"""What `needs` takes: values of a critic; the reward of the greedy response; log-probs of the reference policy;
+log-probs of a teacher; the divergence from a teacher; one sequence in place of a group; the rank of each token by
+covariance; at least two samples of each prompt."""
 
 
 def needs(*names: str) -> Callable[[F], F]:
@@ -80,8 +84,27 @@ def has(traits: Trait) -> Callable[[F], F]:
     return declare
 
 
+def refuses(rule: Rule) -> Callable[[F], F]:
+    """Declare which settings of a stage function contradict each other, where a limit for each alone cannot say it."""
+
+    def declare(function: F) -> F:
+        function.__dict__["rule"] = rule
+        return function
+
+    return declare
+
+
 def traits_of(function: Callable[..., Any]) -> Trait:
+    found: Trait = _declared(function, "traits", Trait(0))
+    return found
+
+
+def rule_of(function: Callable[..., Any]) -> Rule | None:
+    found: Rule | None = _declared(function, "rule", None)
+    return found
+
+
+def _declared(function: Callable[..., Any], what: str, default: Any) -> Any:
     while isinstance(function, partial):
         function = function.func
-    found: Trait = vars(function).get("traits", Trait(0)) if hasattr(function, "__dict__") else Trait(0)
-    return found
+    return vars(function).get(what, default) if hasattr(function, "__dict__") else default

@@ -6,13 +6,26 @@ token, where advantages are computed. The metric `reward` is always the raw scor
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Annotated
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import Field
 
 from kitae.types import BoolArray, FloatArray, IntArray
 
 Wide = npt.NDArray[np.float64]
+
+OverlongBuffer = Annotated[
+    int, Field(ge=0, description="Soft length penalty over the last so many tokens before the limit; 0: off.")
+]
+LengthPenalty = Annotated[
+    float,
+    Field(ge=0, description="Taken off the score, times the length over that of the group's longest response; 0: off."),
+]
+Bias = Annotated[float, Field(description="Added to the score.")]
+Scale = Annotated[float, Field(gt=0, description="Factor after the bias.")]
+Clip = Annotated[float, Field(ge=0, description="Rewards are clipped to ± this; 0: off.")]
 
 
 def narrow(values: Wide) -> FloatArray:
@@ -38,17 +51,17 @@ class StepRewards:
 def standard(
     step: StepRewards,
     *,
-    overlong_buffer: int,
-    length_penalty: float,
-    reward_bias: float,
-    reward_scale: float,
-    reward_clip: float,
+    overlong_buffer: OverlongBuffer = 0,
+    length_penalty: LengthPenalty = 0.0,
+    bias: Bias = 0.0,
+    scale: Scale = 1.0,
+    clip: Clip = 0.0,
 ) -> FloatArray:
-    """(score − length penalties + reward_bias) × reward_scale, clipped to ± reward_clip where that is not 0."""
+    """(score − length penalties + bias) × scale, clipped to ± clip where that is not 0."""
     penalties_B = np.array([overlong_penalty(int(n), step.max_tokens, overlong_buffer) for n in step.lengths_B])
     penalties_B -= length_penalty * relative_lengths(step.lengths_B, step.groups_B)
-    rewards_B = (step.scores_B + penalties_B + reward_bias) * reward_scale
-    return narrow(rewards_B.clip(-reward_clip, reward_clip) if reward_clip else rewards_B)
+    rewards_B = (step.scores_B + penalties_B + bias) * scale
+    return narrow(rewards_B.clip(-clip, clip) if clip else rewards_B)
 
 
 SHAPINGS: Mapping[str, Callable[..., FloatArray]] = {"standard": standard}

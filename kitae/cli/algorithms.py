@@ -6,9 +6,9 @@ from typing import Annotated
 
 import typer
 
-from kitae.algorithms.catalogue import COLUMNS, arguments, choices, master_table, settings
+from kitae.algorithms.catalogue import COLUMNS, arguments, choices, differences, master_table, settings
 from kitae.algorithms.preferences import PREFERENCE_LOSSES
-from kitae.algorithms.presets import BASE, PRESETS
+from kitae.algorithms.presets import PRESETS
 from kitae.algorithms.stages import STAGES, Stage
 from kitae.cli.text import table
 from kitae.errors import ConfigError
@@ -43,7 +43,7 @@ def algorithms(
 def _stage_of(name: str) -> Stage | None:
     """The stage that has a choice or a setting of this name."""
     for stage in STAGES.values():
-        settings = {key for choice in stage.choices for key in stage.settings(choice) or ()}
+        settings = stage.base.known_keys()
         if name in stage.choices or name in settings:
             return stage
     return STAGES["kl"] if name in ("reference", "regulariser", "entropy") else None
@@ -72,8 +72,8 @@ def _preset(name: str) -> None:
     print(f"  trap      {preset.trap}\n")
     print("  settings that act (* differs from what presets start from):")
     for key, value in settings(name).items():
-        mark = " " if BASE.get(key) == value else "*"
-        print(f"  {mark} {key:18} {value}")
+        mark = "*" if key in differences(name) else " "
+        print(f"  {mark} {key:24} {value}")
     print(f"\n  use it    kitae train RECIPE algorithm.preset={name}")
 
 

@@ -74,7 +74,7 @@ def _prompts(config: RLConfig, against: Sequence[Path], show: int) -> None:
     print(_percentiles({"prompt": [len(chat.encode_prompt(prompt.messages)) for prompt in prompts]}))
     print(f"responses may have {config.sampling.max_tokens} (sampling.max_tokens)\n")
     items = [_Item(prompt.id, [_question(prompt)]) for prompt in prompts]
-    _overlap(items, _held_out_prompts(config), against, settings.overlap_words)
+    _overlap(items, _held_out_prompts(config), against)
     for prompt in prompts[:show]:
         print(f"\n── {prompt.id} ──\n{_clipped(chat.spell(*chat.encode_prompt(prompt.messages)))}")
         print(f"reference: {prompt.reference!r}")
@@ -97,7 +97,7 @@ def _examples(config: StageConfig, against: Sequence[Path], show: int) -> None:
     print(f"\ntokens, by the template of {config.model.path}, trained on: {settings.train_on}")
     _tokens(config, rendered)
     items = [_Item(example.id, texts_of(example), example.label) for example in examples]
-    _overlap(items, _held_out_examples(config), against, settings.overlap_words)
+    _overlap(items, _held_out_examples(config), against)
     for example in [stream.at(position) for position in range(min(show, stream.size))]:
         for side, made in zip(("chosen", "rejected"), rendered.get(example.id, ()), strict=False):
             long = ", too long" if made.length > settings.max_tokens else ""
@@ -143,7 +143,7 @@ def _tokens(config: StageConfig, rendered: dict[str, tuple[Rendered, ...]]) -> N
     print(f"{long} of {len(rendered)} examples are longer than data.max_tokens = {settings.max_tokens}{said}\n")
 
 
-def _overlap(items: Sequence[_Item], held_out: Sequence[Passage], against: Sequence[Path], words: int) -> None:
+def _overlap(items: Sequence[_Item], held_out: Sequence[Passage], against: Sequence[Path]) -> None:
     texts = ["\n".join(item.texts) for item in items]
     for kind, near in (("exact", False), ("exact or near", True)):
         found = duplicates(texts, near, [item.label for item in items])
@@ -155,7 +155,7 @@ def _overlap(items: Sequence[_Item], held_out: Sequence[Passage], against: Seque
     if not held_out:
         print("overlap    nothing is held out")
     for name, asked in known.items():
-        hits = known_from([item.texts for item in items], asked, words)
+        hits = known_from([item.texts for item in items], asked)
         example = next((f", e.g. {items[i].id} and {where}" for i, where in hits.items()), "")
         print(f"overlap    {len(hits)} with {name}{example}")
 

@@ -260,7 +260,7 @@ class _Advantages:
             stages = GroupStages(self._config.algorithm, self._config.sampling.max_tokens)
         except KitaeError:  # a stage of the user's own that is not here any more
             return {}
-        if stages.wants_values or stages.wants_old or self._config.algorithm.reward_norm == "running":
+        if stages.wants_values or stages.wants_old or self._config.algorithm.shaping.norm == "running":
             return {}
         by_fate: dict[str, list[Group]] = {"trained": [], "dropped": []}
         for group, _, fate, _ in self._journal.groups(step):

@@ -1,6 +1,6 @@
-"""What to say about a setting that does not exist: where it is, what Kitae calls it, or that there is nothing like it.
+"""What to say about a setting that does not exist: where it is now, what Kitae calls it, or that there is none like it.
 
-A wrong hint is worse than none: a name is called near only if it differs by a letter or two.
+A wrong hint is worse than none: a name is offered as the nearest only if it differs by a letter or two.
 """
 
 import difflib
@@ -46,8 +46,8 @@ ELSEWHERE = {
     "train_files": "data.path",
     "val_files": "data.eval_path",
     "prompt_data": "data.path",
-    "input_key": "data.prompt_key",
-    "label_key": "data.answer_key",
+    "input_key": "data.columns.prompt",
+    "label_key": "data.columns.answer",
     "system_prompt": "data.system",
     "model_name_or_path": "model.path",
     "pretrain": "model.path",
@@ -66,24 +66,24 @@ ELSEWHERE = {
     "save_total_limit": "checkpoint.keep",
     "eval_steps": "eval.every",
     "test_freq": "eval.every",
-    "beta": "algorithm.kl_coef",
-    "kl_beta": "algorithm.kl_coef",
-    "kl_loss_coef": "algorithm.kl_coef",
-    "init_kl_coef": "algorithm.kl_coef",
-    "epsilon": "algorithm.clip_low, algorithm.clip_high",
-    "clip_eps": "algorithm.clip_low, algorithm.clip_high",
-    "clip_ratio": "algorithm.clip_low, algorithm.clip_high",
-    "epsilon_high": "algorithm.clip_high",
-    "clip_ratio_low": "algorithm.clip_low",
-    "clip_ratio_high": "algorithm.clip_high",
-    "entropy_coeff": "algorithm.entropy_coef",
+    "beta": "algorithm.kl.coef",
+    "kl_beta": "algorithm.kl.coef",
+    "kl_loss_coef": "algorithm.kl.coef",
+    "init_kl_coef": "algorithm.kl.coef",
+    "epsilon": "algorithm.gate.clip_low, algorithm.gate.clip_high",
+    "clip_eps": "algorithm.gate.clip_low, algorithm.gate.clip_high",
+    "clip_ratio": "algorithm.gate.clip_low, algorithm.gate.clip_high",
+    "epsilon_high": "algorithm.gate.clip_high",
+    "clip_ratio_low": "algorithm.gate.clip_low",
+    "clip_ratio_high": "algorithm.gate.clip_high",
+    "entropy_coeff": "algorithm.entropy.coef",
     "algorithm": "algorithm.preset",
     "adv_estimator": "algorithm.preset",
     "advantage_estimator": "algorithm.preset",
     "scale_rewards": "algorithm.advantage",
     "loss_type": "algorithm.preset, algorithm.aggregation",
     "loss_agg_mode": "algorithm.aggregation",
-    "critic_learning_rate": "algorithm.critic_lr",
+    "critic_learning_rate": "algorithm.critic.lr",
     "actor_learning_rate": "training.lr",
     "engine.fast": "model.plain",
     "model.fuse": "model.plain",
@@ -91,6 +91,43 @@ ELSEWHERE = {
     "engine.guesses": "engine.speculation",
 }
 """What others, or earlier versions, call a setting: by its last name, or by the last two where one says too little."""
+
+_MOVED = {
+    "algorithm": "truncation_reward=truncation reward_bias=shaping.bias reward_scale=shaping.scale "
+    "reward_clip=shaping.clip reward_norm=shaping.norm advantage_ddof=advantage.ddof "
+    "advantage_epsilon=advantage.epsilon pass_k=advantage.k critic_lr=critic.lr critic_clip=critic.clip "
+    "critic_warmup=critic.warmup routing=experts.routing router_z_coef=experts.z_coef "
+    "router_balance_coef=experts.balance_coef correction_floor=correction.floor correction_cap=correction.cap "
+    "correction_low=correction.low correction_high=correction.high constant_length=aggregation.length kl_coef=kl.coef "
+    "kl_in=kl.into kl_target=kl.target kl_horizon=kl.horizon reference_every=reference.every "
+    "reference_mix=reference.mix entropy_coef=entropy.coef entropy_target=entropy.target entropy_rate=entropy.rate "
+    "sft_coef=sft.coef",
+    "data": "prompt_key=columns.prompt answer_key=columns.answer text_key=columns.text "
+    "completion_key=columns.completion messages_key=columns.messages tools_key=columns.tools "
+    "chosen_key=columns.chosen rejected_key=columns.rejected label_key=columns.label margin_key=columns.margin "
+    "score_keys=columns.scores",
+    "method": "teacher_place=teacher.place teacher_device=teacher.device teacher_threads=teacher.threads "
+    "teacher_url=teacher.url teacher_model=teacher.model teacher_key_env=teacher.key_env "
+    "teacher_concurrency=teacher.concurrency teacher_cache=teacher.cache",
+    "pipeline": "max_refill=refill.most oversample=refill.oversample",
+}
+
+RENAMED = {
+    f"{section}.{old}": f"{section}.{new}"
+    for section, names in _MOVED.items()
+    for old, _, new in (name.partition("=") for name in names.split())
+}
+"""Earlier names of settings, by their paths."""
+
+DECIDED = {
+    "algorithm.params": "give the settings of a function of your own in the table of its stage, e.g. algorithm.gate",
+    "data.overlap_words": "overlap is measured in runs of 13 words",
+    "observe.tokens_per_step": "at most 65,536 tokens of a step are recorded",
+    "observe.tokens_mb": "at most 256 MB of tokens are kept",
+    "observe.hook_seconds": "a hook has 30 seconds",
+    "pipeline.snapshot_seconds": "the time between copies follows what a copy takes",
+}
+"""Settings that there were, and what holds without them."""
 
 _REASONS = {
     "backend use_vllm vllm vllm_mode vllm_num_engines sglang": "Kitae samples with an engine of its own",
@@ -121,6 +158,12 @@ def hint(name: str, settings: Mapping[str, Iterable[str]]) -> str:
     """
     parts = name.split(".")
     section, key = ".".join(parts[:-1]), parts[-1]
+    if name in RENAMED:
+        return f"; it is {RENAMED[name]} now"
+    if name in DECIDED:
+        return f"; it is no setting any more: {DECIDED[name]}"
+    if below := [f"{s}.{key}" for s, keys in settings.items() if s.startswith(f"{section}.") and key in keys]:
+        return f"; it is {' or '.join(below)} now" if section else _did_you_mean(below)
     if found := _foreign(".".join(parts[-2:])) or _foreign(key):
         return found
     own = list(settings.get(section, ()))
@@ -128,8 +171,12 @@ def hint(name: str, settings: Mapping[str, Iterable[str]]) -> str:
         return ""
     if near := difflib.get_close_matches(key, own, 1, _NEAR) or [k for k in own if k.startswith(f"{key}_")][:1]:
         return _did_you_mean([f"{section}.{near[0]}"])
-    if same := [f"{s}.{key}" for s, keys in settings.items() if key in keys]:
-        return _did_you_mean(same)
+    inner = {k: f"{s}.{k}" for s, keys in settings.items() if section and s.startswith(f"{section}.") for k in keys}
+    if near := difflib.get_close_matches(key, inner, 1, _NEAR):
+        return _did_you_mean([inner[near[0]]])
+    same = [s for s, keys in settings.items() if key in keys]
+    if same := [s for s in same if "." not in s] or same:  # a table is named where no section has the key
+        return _did_you_mean(f"{s}.{key}" for s in same)
     if near := difflib.get_close_matches(key, [*ELSEWHERE, *ABSENT], 1, _NEAR):
         return _foreign(near[0])
     keys = {k for found in settings.values() for k in found} if not own else set[str]()

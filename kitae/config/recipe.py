@@ -19,6 +19,7 @@ from kitae.config.hints import hint
 from kitae.config.root import ROOTS, RLConfig, Root
 from kitae.errors import ConfigError
 from kitae.plugins import nearest
+from kitae.section import Section, Table
 
 R = TypeVar("R", bound=Root)
 
@@ -84,10 +85,9 @@ def parse_config(values: Any) -> Root:
         raise ConfigError(f"settings are sections with keys, got {values!r}")
     _check_names(values)
     root = _root(values)
-    settings = _settings(root)
-    problems = list(_unknown_keys(values, settings))
+    problems = list(_unknown_sections(values, root))
     try:
-        config = root.model_validate({"data": {}, **root.completed(_known(values, settings))})
+        config = root.model_validate({"data": {}, **root.completed(_known(values, root))})
     except ValidationError as error:
         problems += [_describe(e) for e in error.errors()]
     if problems:
@@ -100,9 +100,14 @@ def _check_names(values: Mapping[Any, Any]) -> None:
     for section, keys in values.items():
         if not isinstance(section, str):
             raise ConfigError(f"the name of a section must be text, got {section!r}")
-        for key in keys if isinstance(keys, Mapping) else ():
-            if not isinstance(key, str):
-                raise ConfigError(f"the name of a key in section {section!r} must be text, got {key!r}")
+        _check_keys(section, keys)
+
+
+def _check_keys(path: str, values: Any) -> None:
+    for key, value in values.items() if isinstance(values, Mapping) else ():
+        if not isinstance(key, str):
+            raise ConfigError(f"the name of a key in section {path!r} must be text, got {key!r}")
+        _check_keys(f"{path}.{key}", value)
 
 
 def _root(values: Mapping[str, Any]) -> type[Root]:
@@ -113,12 +118,24 @@ def _root(values: Mapping[str, Any]) -> type[Root]:
     return ROOTS[kind]
 
 
-def _known(values: Mapping[str, Any], settings: Mapping[str, list[str]]) -> dict[str, Any]:
-    """Without what does not exist: the rest may be wrong too."""
+def _known(values: Mapping[str, Any], root: type[Root]) -> dict[str, Any]:
+    """The values without keys that do not exist, so that what is wrong with the others is found too."""
+    kinds = root.tables()
     return {
-        section: {key: value for key, value in keys.items() if key in settings[section]}
-        for section, keys in values.items()
-        if section in settings and isinstance(keys, Mapping)
+        name: _known_keys(section, kinds[name])
+        for name, section in values.items()
+        if name in kinds and isinstance(section, Mapping)
+    }
+
+
+def _known_keys(values: Any, kind: type[Section]) -> Any:
+    if kind.checks_keys or not isinstance(values, Mapping):
+        return values
+    tables = kind.tables()
+    return {
+        key: _known_keys(value, tables[key]) if key in tables else value
+        for key, value in values.items()
+        if key in kind.model_fields
     }
 
 
@@ -146,7 +163,7 @@ def _apply(values: dict[str, Any], changes: Sequence[_Change]) -> None:
     named = [name for name in sources if any(change.keys == ["data", name] for change in changes)]
     if len(named) > 1:
         raise ConfigError(f"data needs exactly one of {', '.join(sources)}, got {' and '.join(named)}")
-    for change in sorted(changes, key=lambda change: _keeps_source(change.keys, sources)):
+    for change in sorted(changes, key=lambda change: (_keeps_source(change.keys, sources), len(change.keys))):
         _apply_change(values, change, root)
 
 
@@ -164,7 +181,7 @@ def _split_override(override: str) -> _Change:
     path, equals, text = override.partition("=")
     keys = path.strip().split(".")
     if not equals or len(keys) < 2 or not all(keys):
-        known = hint(keys[0], _settings(ROOTS["rl"])) if equals and len(keys) == 1 and keys[0] else ""
+        known = hint(keys[0], _settings(RLConfig)) if equals and len(keys) == 1 and keys[0] else ""
         raise ConfigError(f"an override has the form section.key=value, got {override!r}{known}")
     return _Change(keys, _Text(text.strip()))
 
@@ -175,20 +192,28 @@ def _keeps_source(keys: list[str], sources: Collection[str]) -> bool:
 
 
 def _apply_change(values: dict[str, Any], change: _Change, root: type[Root]) -> None:
-    node, keys, value = values, change.keys, change.value
+    node, keys, value, kind = values, change.keys, change.value, _kind(root, change.keys)
+    if kind is not None and isinstance(value, Mapping):  # a table of a Python caller, setting by setting
+        for key, inner in value.items():
+            _apply_change(values, _Change([*keys, key], inner), root)
+        return
     if keys[:2] == ["data", "mix"] and len(keys) > 2:
         raise ConfigError(
             f"data.mix is a list of files, given as a whole: 'data.mix=[{{path = \"a.jsonl\", weight = 2}}, …]', got "
             f"{'.'.join(keys)!r}"
         )
-    for key in keys[:-1]:
-        node = node.setdefault(key, {})
+    for depth, key in enumerate(keys[:-1], 1):
+        table = _kind(root, keys[:depth])
+        node[key] = table.spelled(node.get(key, {})) if table is not None else node.get(key, {})
+        node = node[key]
         if not isinstance(node, dict):
             raise ConfigError(f"{'.'.join(keys)!r} goes below {key!r}, which is a value, not a section")
     if keys == ["algorithm", "preset"]:  # another method replaces the recipe's choices
         node.clear()
     if isinstance(value, _Text):
-        value = _parse_value(value.text, wants_text=_is_text(root, *keys[:2]))
+        value = _parse_value(value.text, root, keys)
+    if kind is not None and keys[-1] in node and not isinstance(value, Mapping):  # the short form of a table
+        value = {**kind.spelled(node[keys[-1]]), kind.main: value}
     node[keys[-1]] = value
     if keys[0] == "data" and keys[1] in (sources := root.sources()):  # a new source replaces the recipe's
         gone = {*sources, "params", *(["eval_path"] if keys[1] not in _FILES else [])} - {keys[1]}
@@ -196,38 +221,66 @@ def _apply_change(values: dict[str, Any], change: _Change, root: type[Root]) -> 
             node.pop(other, None)
 
 
-def _parse_value(text: str, wants_text: bool) -> Any:
+def _parse_value(text: str, root: type[Root], keys: Sequence[str]) -> Any:
     """TOML syntax where it parses (`3`, `1e-5`, `["a"]`), else the bare text; `run.name=2026-01-31` is a name too."""
     try:
         value = tomllib.loads(f"v = {text}")["v"]
     except tomllib.TOMLDecodeError:
         return text
-    return text if wants_text and not isinstance(value, str) else value
+    if isinstance(value, str) or (isinstance(value, Mapping) and _kind(root, keys) is not None):
+        return value
+    return text if _is_text(root, keys) else value
 
 
-def _is_text(root: type[Root], section: str, key: str) -> bool:
-    sections = root.sections()
-    fields = sections[section].model_fields if section in sections else {}
-    return key in fields and fields[key].annotation in (str, str | None)
+def _kind(root: type[Root], keys: Sequence[str]) -> type[Table] | None:
+    """The table that a path leads to, within a section: `["algorithm", "gate"]`."""
+    kind: type[Section] | None = root
+    for key in keys:
+        kind = kind.tables().get(key) if kind is not None else None
+    return kind if kind is not None and issubclass(kind, Table) else None
 
 
-def _settings(root: type[Root]) -> dict[str, list[str]]:
-    """The keys of each section."""
-    return {name: list(section.model_fields) for name, section in root.sections().items()}
+def _is_text(root: type[Root], keys: Sequence[str]) -> bool:
+    """Whether a path leads to a setting that is text, or to a table whose short form is."""
+    if (table := _kind(root, keys)) is not None:
+        return _is_text(root, [*keys, table.main]) if table.main else False
+    section: type[Section] | None = root
+    for key in keys[:-1]:
+        section = section.tables().get(key) if section is not None else None
+    info = section.model_fields.get(keys[-1]) if section is not None else None
+    return info is not None and info.annotation in (str, str | None)
 
 
-def _unknown_keys(values: Mapping[str, Any], settings: Mapping[str, list[str]]) -> Iterable[str]:
-    for section, keys in values.items():
-        if section not in settings:
-            yield from _unknown_section(section, keys, settings)
-        elif not isinstance(keys, Mapping):
-            yield f"{section!r} is a section, got the value {keys!r}"
+def _settings(kind: type[Section], path: str = "") -> dict[str, list[str]]:
+    """The keys of each section, and of each table in it: `{"training": ["lr", …], "algorithm.gate": [...], …}`."""
+    found = {path: kind.known_keys()} if path else {}
+    for key, table in kind.tables().items():
+        found |= _settings(table, f"{path}.{key}" if path else key)
+    return found
+
+
+def _unknown_sections(values: Mapping[str, Any], root: type[Root]) -> Iterable[str]:
+    kinds, settings = root.tables(), _settings(root)
+    for name, section in values.items():
+        if name not in kinds:
+            yield from _unknown_section(name, section, {key: settings[key] for key in kinds})
+        elif not isinstance(section, Mapping):
+            yield f"{name!r} is a section, got the value {section!r}"
         else:
-            for key in keys:
-                if key not in settings[section]:
-                    valid = ", ".join(f"{section}.{k}" for k in settings[section])
-                    known = _of_other_kinds(section, key) or hint(f"{section}.{key}", settings)
-                    yield f"unknown key {section}.{key}{known or f'; valid are {valid}'}"
+            yield from _unknown_keys(name, section, kinds[name], settings)
+
+
+def _unknown_keys(path: str, values: Any, kind: type[Section], settings: Mapping[str, list[str]]) -> Iterable[str]:
+    if kind.checks_keys or not isinstance(values, Mapping):
+        return
+    tables = kind.tables()
+    for key, value in values.items():
+        if key in tables:
+            yield from _unknown_keys(f"{path}.{key}", value, tables[key], settings)
+        elif key not in kind.model_fields:
+            valid = ", ".join(f"{path}.{k}" for k in settings[path])
+            known = _of_other_kinds(path, key) or hint(f"{path}.{key}", settings)
+            yield f"unknown key {path}.{key}{known or f'; valid are {valid}'}"
 
 
 def _unknown_section(section: str, values: Any, settings: Mapping[str, list[str]]) -> Iterable[str]:
@@ -250,7 +303,7 @@ def _of_other_kinds(section: str, key: str | None = None) -> str:
     found = [
         kind
         for kind, root in ROOTS.items()
-        if section in (sections := root.sections()) and (key is None or key in sections[section].model_fields)
+        if section in (settings := _settings(root)) and (key is None or key in settings[section])
     ]
     return f"; it belongs to method.kind = {' or '.join(found)}" if found else ""
 

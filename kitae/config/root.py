@@ -1,6 +1,6 @@
 """The settings of a run as a whole: one root for each kind of run, made of the sections that lie beside their parts.
 
-Importing this costs little (no torch). `load` reads recipes into a root; `rules` has what sections may not say
+Importing this costs little (no torch). `recipe` reads recipes into a root; `rules` has what sections may not say
 together.
 """
 
@@ -72,11 +72,6 @@ class Root(Section):
         return self
 
     @classmethod
-    def sections(cls) -> dict[str, type[Section]]:
-        kinds = {name: info.annotation for name, info in cls.model_fields.items()}
-        return {name: kind for name, kind in kinds.items() if isinstance(kind, type) and issubclass(kind, Section)}
-
-    @classmethod
     def sources(cls) -> tuple[str, ...]:
         """The keys of `data` of which exactly one is given."""
         return ()
@@ -90,9 +85,8 @@ class Root(Section):
         return self.model_dump_json(indent=2)
 
     def flat(self) -> dict[str, Any]:
-        """`{"training.lr": 1e-5, …}`, for display and comparison."""
-        dumped = self.model_dump(mode="json")
-        return {f"{section}.{key}": value for section, keys in dumped.items() for key, value in keys.items()}
+        """`{"training.lr": 1e-5, "algorithm.gate.clip_low": 0.2, …}`, for display and comparison."""
+        return dict(self.leaves())
 
     def given(self) -> dict[str, Any]:
         """The nested values that this was resolved from, as far as they matter: what another may be built from."""
@@ -100,12 +94,8 @@ class Root(Section):
 
     def changed(self) -> dict[str, Any]:
         """Like `flat`, only what differs from the defaults."""
-        usual = {
-            f"{name}.{key}": info.get_default(call_default_factory=True)
-            for name, section in self.sections().items()
-            for key, info in section.model_fields.items()
-        }
-        return {key: value for key, value in self.flat().items() if value != _as_json(usual[key])}
+        usual = dict(self.usual())
+        return {key: value for key, value in self.flat().items() if value != usual.get(key)}
 
 
 class RLConfig(Root):
@@ -165,13 +155,14 @@ class RLConfig(Root):
         return {**values, "verifier": {**verifier, "name": name}}
 
     def given(self) -> dict[str, Any]:
-        """What the preset of the algorithm filled in may go with the choice that read it."""
+        """Of the algorithm only what differs from its preset, so that another choice takes the values that suit it."""
         return super().given() | {"algorithm": self.algorithm.choices()}
 
     def changed(self) -> dict[str, Any]:
-        """Of the algorithm, what differs from its preset."""
-        own = {f"algorithm.{key}" for key in self.algorithm.choices()}
-        return {k: v for k, v in super().changed().items() if k in own or not k.startswith("algorithm.")}
+        """Of the algorithm, the preset and what differs from it."""
+        own = dict(_paths("algorithm", self.algorithm.choices()))
+        others = {k: v for k, v in super().changed().items() if not k.startswith("algorithm.")}
+        return {**others, **{k: v for k, v in own.items() if (k, v) != ("algorithm.preset", "grpo")}}
 
 
 class DistilConfig(RLConfig):
@@ -187,7 +178,7 @@ class DistilConfig(RLConfig):
     @property
     def title(self) -> str:
         d, m = self.data, self.method
-        return f"{m.teacher or m.teacher_model} into {self.model.path} on {d.task or d.gym or d.path or d.hub}"
+        return f"{m.teacher.path or m.teacher.model} into {self.model.path} on {d.task or d.gym or d.path or d.hub}"
 
     @classmethod
     def completed(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -270,7 +261,7 @@ class DistilFileConfig(StageConfig):
         if self.cluster.ranks > 1:
             ranks = self.cluster.ranks
             yield f"method.kind = 'distil-file' needs cluster.ranks = 1, got {ranks}: a teacher is not sharded"
-        if not self.method.teacher:
+        if not self.method.teacher.path:
             yield "method.kind = 'distil-file' needs method.teacher, got none"
 
     @property
@@ -297,5 +288,10 @@ def reinforcement(config: Root, what: str) -> RLConfig:
     return config
 
 
-def _as_json(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
+def _paths(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """The values of nested tables by their paths: `("algorithm.gate.clip_high", 0.28)`."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _paths(f"{path}.{key}", inner)
+    else:
+        yield path, value

@@ -13,7 +13,6 @@ from kitae.engines.config import EngineConfig, SamplingConfig
 from kitae.envs.config import EnvConfig
 from kitae.models.config import ModelConfig
 from kitae.offline.config import DistilMethod, MethodConfig
-from kitae.plugins import is_plugin
 from kitae.rl.config import EvalConfig, PipelineConfig
 from kitae.trainer.config import TrainingConfig
 from kitae.verifiers.config import VerifierConfig
@@ -23,29 +22,33 @@ from kitae.workers.config import ClusterConfig
 def groups(a: AlgorithmConfig, t: TrainingConfig) -> Iterator[str]:
     size = t.group_size
     if size < 2 and needs_group(a):
-        yield f"training.group_size must be at least 2 for advantage {a.advantage!r}, got {size}"
-    filters = {name.strip() for name in str(a.filter).split("+")}
+        yield f"training.group_size must be at least 2 for advantage {a.advantage.name!r}, got {size}"
+    filters = {name.strip() for name in str(a.filter.name).split("+")}
     if size < 2 and ("zero-variance" in filters or {"all-correct", "all-wrong"} <= filters):
-        yield f"training.group_size must be at least 2 for filter {a.filter!r}, got {size}: it would drop every group"
-    if a.advantage == "pass-at-k" and a.pass_k is not None and a.pass_k >= size:
         yield (
-            f"algorithm.pass_k must be below training.group_size = {size}, got {a.pass_k}: one correct answer would "
-            "make all draws of k succeed"
+            f"training.group_size must be at least 2 for filter {a.filter.name!r}, got {size}: it would drop every "
+            "group"
+        )
+    if a.advantage.name == "pass-at-k" and (k := a.advantage.setting("k")) >= size:
+        yield (
+            f"algorithm.advantage.k must be below training.group_size = {size}, got {k}: one correct answer would make "
+            "all draws of k succeed"
         )
 
 
 def sizes(a: AlgorithmConfig, t: TrainingConfig, sampling: SamplingConfig) -> Iterator[str]:
-    if a.critic_warmup is not None and a.critic_warmup >= t.steps:
+    if a.critic.warmup is not None and a.critic.warmup >= t.steps:
         yield (
-            f"algorithm.critic_warmup must be below training.steps = {t.steps}, got {a.critic_warmup}: the policy "
+            f"algorithm.critic.warmup must be below training.steps = {t.steps}, got {a.critic.warmup}: the policy "
             "would never learn"
         )
     if t.minibatches > t.prompts_per_step:
         yield f"training.minibatches must be at most prompts_per_step = {t.prompts_per_step}, got {t.minibatches}"
-    if a.overlong_buffer and a.overlong_buffer > sampling.max_tokens:
+    buffer = a.shaping.setting("overlong_buffer") if a.shaping.name == "standard" else None
+    if buffer and buffer > sampling.max_tokens:
         yield (
-            f"algorithm.overlong_buffer must be at most sampling.max_tokens = {sampling.max_tokens}, got "
-            f"{a.overlong_buffer}"
+            f"algorithm.shaping.overlong_buffer must be at most sampling.max_tokens = {sampling.max_tokens}, got "
+            f"{buffer}"
         )
 
 
@@ -101,7 +104,7 @@ def served(
 
 
 def reference(a: AlgorithmConfig, model: ModelConfig) -> Iterator[str]:
-    if a.reference == "ema" and model.lora_rank:
+    if a.reference.name == "ema" and model.lora_rank:
         yield (
             "algorithm.reference must be 'frozen' or 'reset' with model.lora_rank, got 'ema': the mean of two pairs of "
             "adapters is not the adapter of the mean"
@@ -109,36 +112,41 @@ def reference(a: AlgorithmConfig, model: ModelConfig) -> Iterator[str]:
 
 
 def routing(a: AlgorithmConfig, t: TrainingConfig, c: ClusterConfig, engine: EngineConfig) -> Iterator[str]:
-    if a.routing not in ("old", "engine"):
+    if a.experts.routing not in ("old", "engine"):
         return
-    if a.routing == "engine" and engine.serves:
+    if a.experts.routing == "engine" and engine.serves:
         yield (
-            "algorithm.routing = 'engine' needs Kitae's own engines, which record the experts that they choose, got "
-            f"engine.kind = {engine.kind!r}"
+            "algorithm.experts.routing = 'engine' needs Kitae's own engines, which record the experts that they choose"
+            f", got engine.kind = {engine.kind!r}"
         )
-    if a.routing == "old" and t.minibatches * t.epochs == 1:
+    if a.experts.routing == "old" and t.minibatches * t.epochs == 1:
         yield (
-            "algorithm.routing = 'old' needs training.minibatches × training.epochs above 1, got 1: the update of a "
-            "batch is computed by π_old itself"
+            "algorithm.experts.routing = 'old' needs training.minibatches × training.epochs above 1, got 1: the update "
+            "of a batch is computed by π_old itself"
         )
     if c.ranks > 1:
-        yield f"algorithm.routing = {a.routing!r} needs cluster.ranks = 1, got {c.ranks}: experts are not told to ranks"
+        yield (
+            f"algorithm.experts.routing = {a.experts.routing!r} needs cluster.ranks = 1, got {c.ranks}: experts are "
+            "not sent to ranks"
+        )
     elif c.backend == "ray":
         yield (
-            f"algorithm.routing = {a.routing!r} needs the trainer beside the controller, got cluster.backend = 'ray', "
-            "where it is a rank: experts are not told to ranks"
+            f"algorithm.experts.routing = {a.experts.routing!r} needs the trainer beside the controller, got "
+            "cluster.backend = 'ray', where it is a rank: experts are not sent to ranks"
         )
 
 
 def routers(a: AlgorithmConfig, c: ClusterConfig) -> Iterator[str]:
     """The terms of a mixture of experts."""
-    for key in ("router_z_coef", "router_balance_coef"):
-        if (value := getattr(a, key)) and (c.ranks > 1 or c.backend == "ray"):
-            yield f"algorithm.{key} must be 0 with ranks (cluster.ranks above 1, or backend 'ray'), got {value:g}"
-    if a.router_balance_coef and a.routing not in ("old", "engine"):
+    for key, value in (("z_coef", a.experts.z_coef), ("balance_coef", a.experts.balance_coef)):
+        if value and (c.ranks > 1 or c.backend == "ray"):
+            yield (
+                f"algorithm.experts.{key} must be 0 with ranks (cluster.ranks above 1, or backend 'ray'), got {value:g}"
+            )
+    if a.experts.balance_coef and a.experts.routing not in ("old", "engine"):
         yield (
-            f"algorithm.router_balance_coef = {a.router_balance_coef:g} needs algorithm.routing = 'old' or 'engine', "
-            f"which know the experts of a batch before its first update, got {a.routing!r}"
+            f"algorithm.experts.balance_coef = {a.experts.balance_coef:g} needs algorithm.experts.routing = 'old' or "
+            f"'engine', which know the experts of a batch before its first update, got {a.experts.routing!r}"
         )
 
 
@@ -150,8 +158,8 @@ def placed(c: ClusterConfig, engine: EngineConfig, model: ModelConfig, m: Method
         )
     if c.engines and engine.kind == "native":
         yield f"cluster.engines = {c.engines} are processes of their own, got engine.kind = 'native'"
-    if c.ranks > 1 and isinstance(m, DistilMethod) and not m.teacher_url:
-        yield f"cluster.ranks = {c.ranks} needs a teacher behind a server (method.teacher_url), got one that is loaded"
+    if c.ranks > 1 and isinstance(m, DistilMethod) and not m.teacher.url:
+        yield f"cluster.ranks = {c.ranks} needs a teacher behind a server (method.teacher.url), got one that is loaded"
     if c.ranks > 1 and model.exact:
         yield f"model.exact needs cluster.ranks = 1, got {c.ranks}: sums over ranks are added up in another order"
 
@@ -178,12 +186,12 @@ def taught(a: AlgorithmConfig, m: MethodConfig) -> Iterator[str]:
     for stage in STAGES if m.kind != "distil" else ():
         if found := (Trait.TEACHER | Trait.DIVERGENCE) & a.traits(stage):
             what = "log-probs of a teacher" if Trait.TEACHER in found else "the divergence from a teacher"
-            chosen = f"algorithm.{stage} {getattr(a, stage)!r}"
+            chosen = f"algorithm.{stage} {a.choice(stage).name!r}"
             yield f"{chosen} reads {what}: it needs method.kind = 'distil', got {m.kind!r}"
 
 
 def teacher(a: AlgorithmConfig, m: DistilMethod, sampling: SamplingConfig, v: VerifierConfig) -> Iterator[str]:
-    read, own = Trait(0), any(is_plugin(str(getattr(a, stage))) for stage in STAGES)
+    read, own = Trait(0), a.has_own_functions
     for stage in STAGES:
         read |= a.traits(stage)
     wanted = Trait.TEACHER if m.loss == "reverse-kl" else Trait.DIVERGENCE
@@ -195,22 +203,20 @@ def teacher(a: AlgorithmConfig, m: DistilMethod, sampling: SamplingConfig, v: Ve
             f"{preset!r} has one)"
         )
     if m.loss != "jsd" and Trait.DIVERGENCE in read:
-        yield f"algorithm.gate {a.gate!r} needs method.loss = 'jsd', got {m.loss!r}"
-    if m.teacher_url and sampling.temperature != 1:
+        yield f"algorithm.gate {a.gate.name!r} needs method.loss = 'jsd', got {m.loss!r}"
+    if m.teacher.url and sampling.temperature != 1:
         yield (
-            f"method.teacher_url needs sampling.temperature = 1, got {sampling.temperature:g}: the log-probs of a "
+            f"method.teacher.url needs sampling.temperature = 1, got {sampling.temperature:g}: the log-probs of a "
             "server are those at 1"
         )
-    if v.name == "none" and a.reward_coef:
-        yield f"algorithm.reward_coef is {a.reward_coef:g}, but verifier.name = 'none' gives every response 0"
+    if v.name == "none" and a.advantage.name == "reverse-kl" and (coef := a.advantage.setting("reward_coef")):
+        yield f"algorithm.advantage.reward_coef is {coef:g}, but verifier.name = 'none' gives every response 0"
 
 
 def staleness(a: AlgorithmConfig, p: PipelineConfig) -> Iterator[str]:
     if p.overdue == "drop" and not p.max_staleness:
         yield "pipeline.overdue = 'drop' needs pipeline.max_staleness of at least 1, got 0: nothing can be overdue"
-    if p.oversample > 1 and not p.refill:
-        yield f"pipeline.oversample = {p.oversample:g} needs pipeline.refill = true, or none is replaced by another"
-    if p.refill and a.filter == "none" and a.truncation not in ("drop", "mask"):
+    if p.refill.most and a.filter.name == "none" and a.truncation not in ("drop", "mask"):
         yield (
             "pipeline.refill replaces dropped groups, but algorithm.filter = 'none' drops none (a preset given on the "
             "command line replaces the recipe's choices of the algorithm)"

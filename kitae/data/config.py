@@ -9,9 +9,16 @@ from kitae.data.formats import FORMATS
 from kitae.data.layouts import LAYOUTS
 from kitae.data.overlap import Deduplicate
 from kitae.data.tasks import TASKS
-from kitae.section import Section
+from kitae.section import Section, Table
 
 SOURCES = ("task", "gym", "path", "hub")
+
+
+class PromptColumns(Table):
+    """What the columns of a file of prompts are called."""
+
+    prompt: str = Field("question", description="The question, or a list of chat messages.")
+    answer: str = Field("answer", description="The reference answer.")
 
 
 class DataConfig(Section):
@@ -31,8 +38,7 @@ class DataConfig(Section):
         None,
         description="Read rows as math, svamp, mbpp, humaneval or ifeval have them, or by your own file.py:function.",
     )
-    prompt_key: str = Field("question", description="Column with the question, or with a list of chat messages.")
-    answer_key: str = Field("answer", description="Column with the reference answer.")
+    columns: PromptColumns = PromptColumns()
     answer_after: str | None = Field(None, description="Keep only the reference text after this mark, e.g. '####'.")
     system: str | None = Field(None, description="System message put before each question.")
     instruction: str = Field("{question}", description="Template of the user turn; {question} is replaced.")
@@ -46,7 +52,6 @@ class DataConfig(Section):
     decontaminate: tuple[str, ...] = Field(
         (), description="Files of evaluations: rows to train on that overlap with a text in them are left out."
     )
-    overlap_words: int = Field(13, ge=5, description="Length of the runs of words that overlap is measured in.")
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
@@ -73,18 +78,24 @@ def usual_verifier(data: Mapping[str, Any]) -> str | None:
 
 
 EXAMPLE_SOURCES = ("path", "mix", "hub")
-_COLUMN_SETTINGS = (
-    "text_key",
-    "prompt_key",
-    "completion_key",
-    "messages_key",
-    "tools_key",
-    "chosen_key",
-    "rejected_key",
-    "label_key",
-    "margin_key",
-    "score_keys",
-)
+
+
+class ExampleColumns(Table):
+    """What the columns of a file of examples are called."""
+
+    text: str = Field("text", description="Plain text, all of it trained on.")
+    prompt: str = Field("prompt", description="A prompt: text, or a list of chat messages.")
+    completion: str = Field("completion", description="The answer to it: text or messages.")
+    messages: str = Field("messages", description="A whole conversation.")
+    tools: str = Field("tools", description="The tools that the template tells the model of.")
+    chosen: str = Field("chosen", description="The better answer, or the better conversation.")
+    rejected: str = Field("rejected", description="The worse one.")
+    label: str = Field("label", description="Whether an answer is good: true or false.")
+    margin: str = Field("margin", description="How much better the better answer is.")
+    scores: tuple[str, str] = Field(
+        ("score_chosen", "score_rejected"),
+        description="A score of each answer; the margin is between them.",
+    )
 
 
 class MixPart(Section):
@@ -109,19 +120,7 @@ class ExamplesConfig(Section):
     format: str | None = Field(
         None, description=f"Read rows as {' or '.join(LAYOUTS)} has them, or by your own file.py:function."
     )
-    text_key: str = Field("text", description="Column with plain text, all of it trained on.")
-    prompt_key: str = Field("prompt", description="Column with a prompt: text, or a list of chat messages.")
-    completion_key: str = Field("completion", description="Column with the answer to it: text or messages.")
-    messages_key: str = Field("messages", description="Column with a whole conversation.")
-    tools_key: str = Field("tools", description="Column with the tools that the template tells the model of.")
-    chosen_key: str = Field("chosen", description="Column with the better answer, or the better conversation.")
-    rejected_key: str = Field("rejected", description="Column with the worse one.")
-    label_key: str = Field("label", description="Column that says whether an answer is good: true or false.")
-    margin_key: str = Field("margin", description="Column with how much better the better answer is.")
-    score_keys: tuple[str, str] = Field(
-        ("score_chosen", "score_rejected"),
-        description="Columns with a score of each answer; the margin is between them.",
-    )
+    columns: ExampleColumns = ExampleColumns()
     system: str | None = Field(None, description="System message put before each conversation that has none.")
     train_on: Literal["all", "last", "completion"] = Field(
         "all",
@@ -142,7 +141,6 @@ class ExamplesConfig(Section):
     decontaminate: tuple[str, ...] = Field(
         (), description="Files of evaluations: rows to train on that overlap with a text in them are left out."
     )
-    overlap_words: int = Field(13, ge=5, description="Length of the runs of words that overlap is measured in.")
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
@@ -158,8 +156,9 @@ class ExamplesConfig(Section):
         weights = [part.weight for part in self.mix]
         if any(weights) and not all(weights):
             raise ValueError(f"data.mix needs a weight for every file or for none, got {weights}")
-        if self.format is not None and (named := self.named_columns()):
-            raise ValueError(f"data.format = {self.format!r} finds the columns itself: remove data.{named[0]}")
+        usual = dict(ExampleColumns())
+        if self.format is not None and (named := [key for key, name in self.columns if name != usual[key]]):
+            raise ValueError(f"data.format = {self.format!r} finds the columns itself: remove data.columns.{named[0]}")
         return self
 
     @property
@@ -167,12 +166,6 @@ class ExamplesConfig(Section):
         """What to call it: `"train.jsonl"`."""
         return self.path or self.hub or " and ".join(part.path for part in self.mix)
 
-    def named_columns(self) -> list[str]:
-        """The settings that give a column another name than usual."""
-        usual = type(self).model_fields
-        return [key for key in _COLUMN_SETTINGS if getattr(self, key) != usual[key].default]
-
     def with_usual_columns(self) -> Self:
-        """The columns as a format names them, whatever other files call theirs."""
-        usual = type(self).model_fields
-        return self.model_copy(update={key: usual[key].default for key in self.named_columns()})
+        """The settings with the columns as a format names them, whatever other files call theirs."""
+        return self.model_copy(update={"columns": ExampleColumns()})

@@ -133,7 +133,7 @@ def open_examples(config: ExamplesConfig, seed: int, shape: Shape) -> ExampleStr
     stream = _mixed(config, seed, shape) if config.mix else _single(config, seed, shape)
     examples = [example for source in stream.sources for example in source]
     texts, labels = list(map(texts_of, examples)), [example.label for example in examples]
-    found = find_overlap(texts, config.deduplicate, config.decontaminate, config.overlap_words, labels)
+    found = find_overlap(texts, config.deduplicate, config.decontaminate, labels)
     for gone, why in found.notes([example.id for example in examples]):
         stream = stream.without(gone, why)
     return stream
@@ -271,7 +271,7 @@ class _Columns:
         self.values = values
 
     def __getitem__(self, name: str) -> Any:
-        return self.values.get(getattr(self.config, f"{name}_key"))
+        return self.values.get(getattr(self.config.columns, name))
 
     def have(self, *names: str) -> bool:
         return all(self[name] is not None for name in names)
@@ -402,7 +402,7 @@ def _label(value: object) -> bool:
 
 
 def _margin(row: _Columns) -> float | None:
-    scores = [row.values.get(key) for key in row.config.score_keys]
+    scores = [row.values.get(key) for key in row.config.columns.scores]
     if row.have("margin"):
         margin = _number("margin", row["margin"])
     elif None not in scores:
@@ -433,6 +433,6 @@ def _unknown(row: _Columns) -> str:
     elif "instruction" in row.values:
         hint = "; data.format='alpaca' reads instructions"
     return (
-        "a row must have text; messages; prompt and completion; or chosen and rejected (data.text_key and others name "
-        f"the columns); it has {listed(list(row.values))}{hint}"
+        "a row must have text; messages; prompt and completion; or chosen and rejected (data.columns names "
+        f"them); it has {listed(list(row.values))}{hint}"
     )

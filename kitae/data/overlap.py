@@ -85,14 +85,13 @@ def find_overlap(
     items: Sequence[Sequence[str]],
     deduplicate: Deduplicate,
     evaluations: Sequence[str],
-    words: int = 13,
     labels: Sequence[object] = (),
 ) -> Overlap:
     """What the settings say is to be left out of items, each of which is the texts of its messages."""
     texts = ["\n".join(said) for said in items]
     repeats = {} if deduplicate == "none" else duplicates(texts, deduplicate == "near", labels)
     known = chain.from_iterable(passages(local_file("data.decontaminate", path)) for path in evaluations)
-    return Overlap(repeats, known_from(items, list(known), words))
+    return Overlap(repeats, known_from(items, list(known)))
 
 
 def passages(file: File) -> Iterator[Passage]:

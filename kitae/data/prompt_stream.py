@@ -143,7 +143,7 @@ def _without_overlap(
     config: DataConfig, reader: Reader, rows: list[DataRow], skipped: str
 ) -> tuple[list[DataRow], str]:
     asked = [_texts(read_row(reader, row.values).question) for row in rows]
-    found = find_overlap(asked, config.deduplicate, config.decontaminate, config.overlap_words)
+    found = find_overlap(asked, config.deduplicate, config.decontaminate)
     total, notes = len(rows), [skipped] if skipped else []
     for gone, why in found.notes([row.id for row in rows]):
         rows = [row for row in rows if row.id not in gone]
@@ -168,7 +168,7 @@ def _row_prompt(config: DataConfig, reader: Reader, row: DataRow) -> Prompt:
     except DataError as error:
         raise DataError(f"{row.where}: {error}") from None
     asked = question if isinstance(question, str) else messages[-1].content
-    used = () if config.format else (config.prompt_key, config.answer_key)
+    used = () if config.format else (config.columns.prompt, config.columns.answer)
     context = {"question": asked} | {k: v for k, v in row.values.items() if k not in used}
     messages = _with_system(config, messages)
     return Prompt(row.id, messages, exercise.reference, context, exercise.gold)
@@ -176,13 +176,13 @@ def _row_prompt(config: DataConfig, reader: Reader, row: DataRow) -> Prompt:
 
 def _columns(config: DataConfig, row: Mapping[str, Any]) -> Exercise:
     """The format of files without one: a column for the question, a column for the answer."""
-    for key in (config.prompt_key, config.answer_key):
+    for key in (config.columns.prompt, config.columns.answer):
         if key not in row:
             raise DataError(f"no key {key!r}; the row has {listed(list(row))}")
-    reference = row[config.answer_key]
+    reference = row[config.columns.answer]
     if config.answer_after is not None:
-        reference = _after(config.answer_after, repr(config.answer_key), reference)
-    return Exercise(row[config.prompt_key], reference)
+        reference = _after(config.answer_after, repr(config.columns.answer), reference)
+    return Exercise(row[config.columns.prompt], reference)
 
 
 def _with_system(config: DataConfig, messages: tuple[Message, ...]) -> tuple[Message, ...]:

@@ -138,7 +138,7 @@ def episodes_of(
         stop_strings=config.sampling.stop,
     )
     limits = limits_of(config.env, model.max_context)
-    experts = config.algorithm.routing == "engine"
+    experts = config.algorithm.experts.routing == "engine"
     return Episodes(engine, chat, verifier, world.make, sampling, config.run.seed, limits=limits, experts=experts)
 
 

@@ -15,10 +15,6 @@ class ObserveConfig(Section):
     tokens: float = Field(
         0.05, ge=0, le=1, description="Share of the samples of a step whose tokens are recorded in RUN/tokens; 0: none."
     )
-    tokens_per_step: int = Field(65536, ge=1, description="Most tokens recorded of one step.")
-    tokens_mb: float = Field(
-        256.0, gt=0, description="Most megabytes of recorded tokens; beyond that the oldest steps are removed."
-    )
     diagnose: bool = Field(True, description="Say it in one line when a rule of kitae diagnose begins to hold.")
     trackers: tuple[TrackerName, ...] = Field((), description="Where metrics go beside metrics.jsonl.")
     project: str = Field("kitae", min_length=1, description="Name of the project, or experiment, in trackers.")
@@ -31,7 +27,6 @@ class ObserveConfig(Section):
     )
     on_crash: str = Field("", description="The same, when an error ended the run.")
     on_diagnosis: str = Field("", description="The same, for each line of the diagnosis during the run.")
-    hook_seconds: float = Field(30.0, gt=0, description="Seconds after which such a command or call is given up.")
 
     @model_validator(mode="after")
     def _coherent(self) -> Self:

@@ -3,7 +3,7 @@
     {"event": "crash", "run": "runs/quickstart-001", "step": 7, "status": "crashed", "message": "EngineError: …", …}
 
 A command receives it on standard input, and as KITAE_EVENT, KITAE_RUN and KITAE_MESSAGE; a webhook as the body of a
-POST. Both have `observe.hook_seconds`; then the command is killed, with all that it started. Nothing that they do stops
+POST. Both have 30 seconds; then the command is killed, with all that it started. Nothing that they do stops
 a run.
 """
 
@@ -20,6 +20,7 @@ from kitae.errors import KitaeError, RemoteError
 from kitae.observe.config import ObserveConfig
 from kitae.observe.side_thread import Aside, Note
 
+SECONDS = 30.0  # then a command or a call is given up
 Event = Literal["finish", "crash", "diagnosis"]
 
 
@@ -28,7 +29,6 @@ class Hooks:
 
     def __init__(self, config: ObserveConfig, run: Path, note: Note) -> None:
         self._targets = {"finish": config.on_finish, "crash": config.on_crash, "diagnosis": config.on_diagnosis}
-        self._seconds = config.hook_seconds
         self._run = run
         self._aside = Aside("hooks", note, most=100) if any(self._targets.values()) else None
 
@@ -36,11 +36,11 @@ class Hooks:
         target = self._targets[event]
         if target and self._aside is not None:
             content = {"event": event, "run": str(self._run), "message": message, **details}
-            self._aside.do(lambda: call(target, content, self._seconds))
+            self._aside.do(lambda: call(target, content, SECONDS))
 
     def close(self) -> None:
         if self._aside is not None:
-            self._aside.close(self._seconds + 5)
+            self._aside.close(SECONDS + 5)
 
 
 def call(target: str, content: Mapping[str, Any], seconds: float) -> None:

@@ -67,7 +67,7 @@ def _columns(config: Root) -> tuple[tuple[str, str, str], ...]:
     """The columns for a run. KLs to a reference and to a teacher, where there are any, follow the entropy."""
     if not isinstance(config, RLConfig):
         return tuple(c for c in _OFFLINE if config.measure == "accuracy" or c[0] not in ("accuracy", "margin"))
-    others = [_KL] if config.algorithm.kl_coef else []
+    others = [_KL] if config.algorithm.kl.coef else []
     if isinstance(config, DistilConfig):
         others.append(_DIVERGENCE if config.method.divergence else _TEACHER_KL)
     return (*_COLUMNS[:4], *others, *_COLUMNS[4:])

@@ -27,6 +27,8 @@ from kitae.errors import StoreError
 from kitae.types import FloatArray, Sample, SampleKey
 
 FOLDER = "tokens"
+MOST_TOKENS = 65_536  # recorded of one step
+TOKENS_MB = 256.0  # recorded of a run; beyond that the oldest steps are removed
 
 COLUMNS = {
     "logp": "log-prob under the policy that is trained",

@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple, Self
 from pydantic import Field, model_validator
 
 from kitae.algorithms.preferences import PREFERENCE_LOSSES
-from kitae.section import Section
+from kitae.section import Section, Table
 from kitae.trainer.config import LearningConfig
 
 
@@ -78,6 +78,30 @@ class JSD(NamedTuple):
     temperature: float
 
 
+class FileTeacherConfig(Table):
+    """The teacher; `teacher = "PATH"` is short for `teacher.path`."""
+
+    main = "path"
+
+    path: str = Field("", description="The teacher: a folder, a hub id, a finished run, or a short name.")
+
+
+class TeacherConfig(FileTeacherConfig):
+    """The teacher, and where it runs; `teacher = "PATH"` is short for `teacher.path`."""
+
+    place: Literal["trainer", "process"] = Field(
+        "trainer",
+        description="Where it runs: in the process of the trainer, or in one of its own, replaced when it dies.",
+    )
+    device: str = Field("", description="Device of its own process: cpu, cuda:1 …; empty: model.device.")
+    threads: int = Field(0, ge=0, description="Threads of its own process, on a CPU; 0: as many as the trainer has.")
+    url: str = Field("", description="Or a server with /v1/completions: `http://localhost:8000/v1`.")
+    model: str = Field("", description="Its name on that server.")
+    key_env: str = Field("", description="Environment variable with the key of that server; empty: none.")
+    concurrency: int = Field(16, ge=1, description="Requests to that server at once.")
+    cache: str = Field("", description="A folder that keeps the answers of that server; empty: none.")
+
+
 class DistilMethod(RLMethod):
     """Distillation on the student's own samples: a teacher says how likely their tokens are."""
 
@@ -93,20 +117,7 @@ class DistilMethod(RLMethod):
     temperature: float | None = Field(
         None, gt=0, description="Of jsd: what both logits are divided by; not set: 1. reverse-kl has that of sampling."
     )
-    teacher: str = Field("", description="The teacher: a folder, a hub id, a finished run, or a short name.")
-    teacher_place: Literal["trainer", "process"] = Field(
-        "trainer",
-        description="Where it runs: in the process of the trainer, or in one of its own, replaced when it dies.",
-    )
-    teacher_device: str = Field("", description="Device of its own process: cpu, cuda:1 …; empty: model.device.")
-    teacher_threads: int = Field(
-        0, ge=0, description="Threads of its own process, on a CPU; 0: as many as the trainer has."
-    )
-    teacher_url: str = Field("", description="Or a server with /v1/completions: `http://localhost:8000/v1`.")
-    teacher_model: str = Field("", description="Its name on that server.")
-    teacher_key_env: str = Field("", description="Environment variable with the key of that server; empty: none.")
-    teacher_concurrency: int = Field(16, ge=1, description="Requests to that server at once.")
-    teacher_cache: str = Field("", description="A folder that keeps the answers of that server; empty: none.")
+    teacher: TeacherConfig = TeacherConfig()
 
     @property
     def divergence(self) -> JSD | None:
@@ -121,39 +132,43 @@ class DistilMethod(RLMethod):
         return self
 
     def _contradictions(self) -> Iterator[str]:
-        if bool(self.teacher) == bool(self.teacher_url):
-            got = "both" if self.teacher else "none"
-            yield f"method.kind = 'distil' needs exactly one of method.teacher and method.teacher_url, got {got}"
-        if self.teacher_url and not self.teacher_model:
-            yield "method.teacher_url needs method.teacher_model, the name of the teacher on that server, got none"
-        if self.teacher_url and self.loss == "jsd":
+        t = self.teacher
+        if bool(t.path) == bool(t.url):
+            got = "both" if t.path else "none"
+            yield f"method.kind = 'distil' needs exactly one of method.teacher.path and method.teacher.url, got {got}"
+        if t.url and not t.model:
+            yield "method.teacher.url needs method.teacher.model, the name of the teacher on that server, got none"
+        if t.url and self.loss == "jsd":
             yield (
-                "method.loss = 'jsd' needs method.teacher, which gives all logits, got method.teacher_url, which gives "
-                "log-probs of single tokens"
+                "method.loss = 'jsd' needs method.teacher.path, which gives all logits, got method.teacher.url, which "
+                "gives log-probs of single tokens"
             )
         for key in ("beta", "temperature"):
             if self.loss != "jsd" and getattr(self, key) is not None:
                 yield f"method.{key} belongs to method.loss = 'jsd', got {getattr(self, key):g} with {self.loss!r}"
-        if self.teacher_place == "process" and self.teacher_url:
-            yield "method.teacher_place = 'process' is for method.teacher, got method.teacher_url, which runs already"
-        if self.teacher_place == "process" and self.loss == "jsd":
+        if t.place == "process" and t.url:
             yield (
-                "method.loss = 'jsd' needs method.teacher_place = 'trainer', which gives all logits, got 'process', "
+                "method.teacher.place = 'process' is for method.teacher.path, got method.teacher.url, which runs "
+                "already"
+            )
+        if t.place == "process" and self.loss == "jsd":
+            yield (
+                "method.loss = 'jsd' needs method.teacher.place = 'trainer', which gives all logits, got 'process', "
                 "which gives log-probs of single tokens"
             )
-        for key in ("teacher_device", "teacher_threads"):
-            if getattr(self, key) and self.teacher_place != "process":
-                yield f"method.{key} belongs to method.teacher_place = 'process', got {getattr(self, key)!r}"
-        for key in ("teacher_model", "teacher_key_env", "teacher_cache"):
-            if getattr(self, key) and not self.teacher_url:
-                yield f"method.{key} belongs to method.teacher_url, which is not set, got {getattr(self, key)!r}"
+        for key in ("device", "threads"):
+            if (value := getattr(t, key)) and t.place != "process":
+                yield f"method.teacher.{key} belongs to method.teacher.place = 'process', got {value!r}"
+        for key in ("model", "key_env", "cache"):
+            if (value := getattr(t, key)) and not t.url:
+                yield f"method.teacher.{key} belongs to method.teacher.url, which is not set, got {value!r}"
 
 
 class DistilFileMethod(MethodConfig):
     """Distillation on demonstrations: the divergence from a teacher at each of their tokens."""
 
     kind: Literal["distil-file"] = Field("distil-file", description="The kind of run.")
-    teacher: str = Field("", description="The teacher: a folder, a hub id, a finished run, or a short name.")
+    teacher: FileTeacherConfig = FileTeacherConfig()
     beta: float = Field(0.5, ge=0, le=1, description="0 is the forward KL, 1 the reverse KL.")
     temperature: float = Field(1.0, gt=0, description="What both logits are divided by.")
 

@@ -17,6 +17,6 @@ class FileDistillation(Demonstrations):
         config = self._config
         method, training = config.method, config.training
         policy = load_policy(config.model, config.run.seed)
-        teacher = load_teacher(config.model, method.teacher, policy, training, temperature=1.0)
+        teacher = load_teacher(config.model, method.teacher.path, policy, training, temperature=1.0)
         apart = TeacherDivergence(teacher, training, beta=method.beta, temperature=method.temperature)
         return Distilled(policy, training, apart)

@@ -58,6 +58,6 @@ def check_margins(config: RewardConfig, examples: Iterable[Example]) -> None:
     coefficient = config.method.margin_coef
     if coefficient and all(example.margin is None for example in examples):
         raise DataError(
-            f"method.margin_coef is {coefficient:g}, but no row has a margin: data.margin_key names its column, "
-            "data.score_keys two columns that it is between"
+            f"method.margin_coef is {coefficient:g}, but no row has a margin: data.columns.margin names its column, "
+            "data.columns.scores two columns that it is between"
         )

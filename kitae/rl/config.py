@@ -1,10 +1,40 @@
 """Settings of the loops and of evaluation."""
 
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from kitae.section import Section
+from kitae.section import Section, Table
+
+
+class RefillConfig(Table):
+    """New prompts in place of dropped groups; `refill = 3.0` is short for `refill.most`."""
+
+    main = "most"
+
+    most: float = Field(
+        0.0, ge=0, description="Most replacements in a step, as a multiple of prompts_per_step; 0: none."
+    )
+    oversample: float = Field(1.0, ge=1, le=16, description="Prompts asked at once for each that is to be trained on.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _number(cls, value: Any) -> Any:
+        if isinstance(value, bool):
+            raise ValueError(
+                "pipeline.refill must be a number, the most replacements as a multiple of prompts_per_step (3.0 is "
+                f"what true was), got {value}"
+            )
+        return value
+
+    @model_validator(mode="after")
+    def _coherent(self) -> Self:
+        if self.oversample > 1 and not self.most:
+            raise ValueError(
+                f"pipeline.refill.oversample = {self.oversample:g} needs pipeline.refill.most above 0, or none is "
+                "replaced by another"
+            )
+        return self
 
 
 class PipelineConfig(Section):
@@ -24,14 +54,7 @@ class PipelineConfig(Section):
         1.0, gt=0, le=1, description="How often a prompt that was mastered the last time is asked again, as a share."
     )
     stall_limit: float = Field(1800.0, gt=0, description="Seconds without any movement after which a run ends.")
-    snapshot_seconds: float = Field(
-        30.0, gt=0, description="Seconds between copies of unfinished responses in the journal."
-    )
-    refill: bool = Field(False, description="Replace dropped groups by new prompts until the batch is full.")
-    max_refill: float = Field(3.0, ge=0, description="Most replacements, as a multiple of prompts_per_step.")
-    oversample: float = Field(
-        1.0, ge=1, le=16, description="Prompts asked at once for each that is to be trained on, with refill."
-    )
+    refill: RefillConfig = RefillConfig()
 
 
 class EvalConfig(Section):

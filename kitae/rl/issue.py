@@ -10,6 +10,7 @@ journalled rollouts, which a resumed run takes up again; a suspended one also jo
 import asyncio
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from time import perf_counter
 
 from kitae.config.root import RLConfig
 from kitae.data.prompt_stream import PromptStream
@@ -25,6 +26,7 @@ from kitae.types import Group
 
 _SUSPEND_LIMIT = 10.0  # seconds
 _WORTH_A_COPY = 32  # tokens that a response must have grown by
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 0.1, 30.0  # seconds between copies
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +79,7 @@ class Issuing:
 
     @property
     def _refill_limit(self) -> int:
-        return int(self.config.pipeline.max_refill * self.config.training.prompts_per_step)
+        return int(self.config.pipeline.refill.most * self.config.training.prompts_per_step)
 
     @property
     def _next_step(self) -> int:
@@ -104,11 +106,17 @@ class Issuing:
             self._start(tasks, slot, [], 0)
 
     async def snapshots(self) -> None:
-        """Copy unfinished responses into the journal: a killed run loses only what it sampled since the last copy."""
-        while True:
-            await asyncio.sleep(self.config.pipeline.snapshot_seconds)
+        """Copy what unfinished responses have grown by into the journal, so that a killed run loses little of them.
+
+        The pause between two copies follows what the last one took, so that copies cost half a percent of the time.
+        """
+        pause = _SHORTEST_PAUSE
+        while self._journal.lasts:
+            await asyncio.sleep(pause)
+            began = perf_counter()
             if grown := self._episodes.grown(_WORTH_A_COPY):
                 await self._journal.extend_suspended(*grown)
+            pause = min(max(200 * (perf_counter() - began), _SHORTEST_PAUSE), _LONGEST_PAUSE)
 
     def taken(self, rollouts: int) -> GivenUp:
         """A batch with so many rollouts was taken. Returns what was given up for it, and counts anew."""
@@ -177,7 +185,7 @@ class Issuing:
 
     def _width(self, slot: Slot) -> int:
         """How many groups a slot asks at once: over all slots, `oversample` on average."""
-        share = self.config.pipeline.oversample
+        share = self.config.pipeline.refill.oversample
         return int((slot.number + 1) * share) - int(slot.number * share)
 
     async def _fill(self, tasks: asyncio.TaskGroup, slot: Slot, group_ids: list[int], had: int) -> None:
@@ -219,7 +227,7 @@ class Issuing:
                 dropped.append((group, reason))
                 if paid:
                     paid -= 1
-                elif self.config.pipeline.refill and self._refills_left > 0:
+                elif self._refills_left > 0:
                     self._refills_left -= 1
                     new += 1
         except asyncio.CancelledError:

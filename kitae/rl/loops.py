@@ -33,7 +33,7 @@ from kitae.evaluation.held_out import evaluation_due
 from kitae.observe.observer import Observer
 from kitae.observe.step_report import BatchStats, StepReport
 from kitae.observe.timeline import Timeline
-from kitae.observe.token_numbers import TokenFiles
+from kitae.observe.token_numbers import TOKENS_MB, TokenFiles
 from kitae.rl import reporting
 from kitae.rl.buffer import Buffer, SlotResult
 from kitae.rl.curriculum import Curriculum
@@ -124,7 +124,7 @@ class Pipeline:
         self.evaluations = evaluations
         self.spot_check = SpotCheck.of(config, learner, engine, weights.tolerance, self._record_refusal)
         self.timeline = Timeline(store.folder)
-        self.tokens = TokenFiles(store.folder, config.observe.tokens_mb, observer.note)
+        self.tokens = TokenFiles(store.folder, TOKENS_MB, observer.note)
         self.tokens.forget_after(max(frontier.step, store.journal.last_step()))
         self.watch = Watch(p.stall_limit, self._pulse, store.folder / "stalled.txt")
         self.buffer = Buffer(t.prompts_per_step, p.max_staleness, frontier.step)

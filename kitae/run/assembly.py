@@ -84,7 +84,7 @@ async def start_serving(
         cluster,
         patience,
         columns,
-        records_experts=config.algorithm.routing == "engine",
+        records_experts=config.algorithm.experts.routing == "engine",
     )
     engine = await start_engine(order)
     stack.push_async_callback(engine.close)

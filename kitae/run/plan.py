@@ -15,7 +15,6 @@ from pathlib import Path
 
 from kitae.algorithms.functions import Functions
 from kitae.algorithms.requirements import Trait
-from kitae.algorithms.stages import resolve_stages
 from kitae.config.recipe import override_config
 from kitae.config.root import DistilConfig, DistilFileConfig, RewardConfig, RLConfig, Root, StageConfig, reinforcement
 from kitae.data.examples import held_out_examples
@@ -91,10 +90,10 @@ def check_settings(config: Root, *, model: bool = True) -> None:
     """Whether what the settings name exists and takes the parameters that they give it: algorithm, teacher, verifier,
     suites, and the model as far as it is on this machine."""
     if isinstance(config, RLConfig):
-        resolve_stages(config.algorithm.model_dump())
-        if isinstance(config, DistilConfig) and config.method.teacher:
+        Functions(config.algorithm, config.sampling.max_tokens)
+        if isinstance(config, DistilConfig) and config.method.teacher.path:
             try:
-                find_model(config.method.teacher, download=False)
+                find_model(config.method.teacher.path, download=False)
             except ModelError as error:
                 raise ModelError(f"method.teacher: {error}") from None
         if ":" not in config.verifier.name:  # a user's own file is loaded by a worker process, never here
@@ -135,7 +134,7 @@ def _offline_plan(config: StageConfig, note: Note) -> OfflinePlan:
     """Examples are counted in tokens, so the model's tokenizer must be here first."""
     fetch_model(config, note)
     if isinstance(config, DistilFileConfig):
-        check_teacher(config.model, config.method.teacher)
+        check_teacher(config.model, config.method.teacher.path)
     note(f"reading {config.data.source}: every example is rendered and measured once")
     data = ExampleBatches(config)
     for text in data.notes:
@@ -149,7 +148,7 @@ def _rl_plan(config: RLConfig, note: Note) -> RLPlan:
     functions = Functions(config.algorithm, config.sampling.max_tokens)  # finds a user's own, checks their signatures
     _check_teacher(config, functions.traits)
     a, stale = config.algorithm, config.pipeline.max_staleness
-    if stale and a.correction == "none" and a.anchor != "behaviour":
+    if stale and a.correction.name == "none" and a.ratio.anchor != "behaviour":
         note(
             f"pipeline.max_staleness is {stale} and algorithm.correction is 'none': stale samples are trained on as if "
             "the policy had just sampled them"
@@ -179,4 +178,4 @@ def _check_teacher(config: RLConfig, read: Trait) -> None:
     if (served := served_teacher(config)) is not None:
         asyncio.run(served.check(load_tokenizer(config.model)[0]))
     else:
-        check_teacher(config.model, m.teacher, m.teacher_device)
+        check_teacher(config.model, m.teacher.path, m.teacher.device)

@@ -24,7 +24,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, ClassVar
 
 from kitae.errors import CorruptError, DiskFullError, StoreError
 from kitae.store.columns import FOLDER, LazyColumn, column_files
@@ -112,6 +112,9 @@ class PendingSlot:
 
 class Journal:
     """Open for writing by one process at a time; readers may look on (`read_only`)."""
+
+    lasts: ClassVar[bool] = True
+    """Whether what is written can be read after the run."""
 
     def __init__(self, path: Path, *, read_only: bool = False) -> None:
         self.path = path
@@ -451,7 +454,9 @@ class Journal:
 
 
 class NoJournal(Journal):
-    """Of a run that nobody will resume: what is written is forgotten, so nothing is found."""
+    """The journal of a run that nobody will resume: what is written is forgotten, so nothing is found."""
+
+    lasts = False
 
     def __init__(self) -> None:
         self.path = Path(":memory:")

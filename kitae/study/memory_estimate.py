@@ -203,13 +203,13 @@ def other_models(config: RLConfig, model: ModelShape, size: int) -> dict[str, fl
     """What the algorithm wants beside the policy."""
     a, parameters, trained = config.algorithm, model.parameters, trained_parameters(config, model)
     found: dict[str, float] = {}
-    if a.kl_coef and a.reference not in (None, "none"):
+    if a.kl.coef and a.reference.name not in (None, "none"):
         copied = 4.0 * trained if config.model.lora_rank else parameters * size
-        found["reference"] = copied + (4.0 * trained if a.reference == "ema" else 0.0)
-    if isinstance(config, DistilConfig) and config.method.teacher:
-        teacher = read_model(config.method.teacher)
+        found["reference"] = copied + (4.0 * trained if a.reference.name == "ema" else 0.0)
+    if isinstance(config, DistilConfig) and config.method.teacher.path:
+        teacher = read_model(config.method.teacher.path)
         found["teacher"] = (parameters if teacher is None else teacher.parameters) * size
-    if a.advantage == "gae":
+    if a.advantage.name == "gae":
         found["critic"] = parameters * (size + (2 if size == 2 else 0) + 4 + moment_bytes(config))
     return found
 

@@ -237,7 +237,6 @@ def simulate(schedule: Schedule, folder: Path | None = None) -> Steady:
             f"training.steps={steps + 2 * edge}",
             f"checkpoint.every={steps + 2 * edge}",
             f"engine.kind={'process' if hardware.trainers else 'native'}",
-            "pipeline.snapshot_seconds=1e9",
             f"pipeline.stall_limit={_STALL}",
             "eval.prompts=0",
             "eval.every=0",

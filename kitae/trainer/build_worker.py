@@ -77,7 +77,7 @@ def reinforced(
     ranks = ranks or Alone()
     if algorithm.of_mixtures:
         check_routers(policy.model, lambda: policy.score(torch.zeros(2, dtype=torch.long, device=policy.device)))
-    updates, warmup = training.minibatches * training.epochs, (algorithm.critic_warmup or 0) if critic else 0
+    updates, warmup = training.minibatches * training.epochs, (algorithm.critic.warmup or 0) if critic else 0
     apart = None
     if divergence is not None:
         assert teacher is not None
@@ -87,10 +87,10 @@ def reinforced(
     total = (training.steps - warmup) * updates
     trained = {Role.POLICY: TrainableModel(gradient, training, ranks, total_updates=total, routers=_routers(algorithm))}
     if critic is not None:
-        assert algorithm.critic_lr is not None and algorithm.critic_clip is not None
-        config = training.model_copy(update={"lr": algorithm.critic_lr})
+        assert algorithm.critic.lr is not None and algorithm.critic.clip is not None
+        config = training.model_copy(update={"lr": algorithm.critic.lr})
         trained[Role.CRITIC] = TrainableModel(
-            Values(critic, algorithm.critic_clip),
+            Values(critic, algorithm.critic.clip),
             config,
             ranks,
             total_updates=training.steps * updates,
@@ -100,7 +100,7 @@ def reinforced(
 
 
 def _routers(a: AlgorithmConfig) -> RouterCoefficients | None:
-    found = RouterCoefficients(a.router_z_coef or 0.0, a.router_balance_coef or 0.0)
+    found = RouterCoefficients(a.experts.z_coef, a.experts.balance_coef)
     return found if found.z or found.balance else None
 
 

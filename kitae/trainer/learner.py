@@ -121,8 +121,8 @@ class Learner:
         """Add the columns that the algorithm reads. Dropped samples need them only where group statistics use them."""
         t, g = self.training, self.groups
         several = t.minibatches * t.epochs > 1
-        routed = several and g.config.routing == "old"
-        columns = [Column.OLD] if g.wants_old or routed or (several and g.config.anchor != "interpolated") else []
+        routed = several and g.config.experts.routing == "old"
+        columns = [Column.OLD] if g.wants_old or routed or (several and g.config.ratio.anchor != "interpolated") else []
         columns += [Column.EXPERTS] if routed else []
         columns += [Column.REFERENCE] if g.wants_reference else []
         columns += [Column.TEACHER] if g.wants_teacher else []
@@ -157,7 +157,7 @@ class Learner:
     def _roles(self, step: int) -> tuple[Role, ...]:
         if not self.groups.wants_values:
             return (Role.POLICY,)
-        warm = step > (self.groups.config.critic_warmup or 0)
+        warm = step > (self.groups.config.critic.warmup or 0)
         return (Role.CRITIC, Role.POLICY) if warm else (Role.CRITIC,)
 
     def _minibatches(self, step: int, candidates: Sequence[Candidate]) -> Iterator[list[Candidate]]:

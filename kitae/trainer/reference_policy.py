@@ -32,7 +32,7 @@ class Reference:
     def __init__(
         self, policy: Policy, algorithm: AlgorithmConfig, training: LearningConfig, temperature: float
     ) -> None:
-        self.algorithm = algorithm
+        self._refresh = algorithm.reference
         named = dict(policy.model.named_parameters())
         self._in_turn = any(isinstance(p, DTensor) for p in named.values())
         self._policy = policy if self._in_turn else _frozen_copy(policy)
@@ -43,7 +43,7 @@ class Reference:
             own = self._policy.model.parameters()
             self._pairs = [(n, p, q) for (n, p), q in zip(named.items(), own, strict=True) if p is not q]
         # A running average is kept in fp32: in bf16 each addition would be smaller than the rounding, and be lost.
-        self._averages = [q.float().clone() for _, _, q in self._pairs] if algorithm.reference == "ema" else []
+        self._averages = [q.float().clone() for _, _, q in self._pairs] if algorithm.reference.name == "ema" else []
 
     def outputs(self, rows: Sequence[Row]) -> list[FloatArray]:
         """The reference's log-probs of the loss tokens of each row."""
@@ -70,20 +70,20 @@ class Reference:
 
     def finish_step(self, step: int) -> None:
         """Refresh the reference if that is due after this step."""
-        kind, every = self.algorithm.reference, self.algorithm.reference_every
+        kind, every = self._refresh.name, self._refresh.every
         if kind not in ("ema", "reset") or every is None or step % every:
             return
         with torch.no_grad():
             for i, (_, live, mine) in enumerate(self._pairs):
                 if kind == "ema":
-                    assert self.algorithm.reference_mix is not None
-                    mine.copy_(self._averages[i].lerp_(live.float(), self.algorithm.reference_mix))
+                    assert self._refresh.mix is not None
+                    mine.copy_(self._averages[i].lerp_(live.float(), self._refresh.mix))
                 else:
                     mine.copy_(live)
 
     def state(self) -> dict[str, Tensor]:
         """Tensors by name. A frozen reference has none: it is the model that the run started from."""
-        if self.algorithm.reference not in ("ema", "reset"):
+        if self._refresh.name not in ("ema", "reset"):
             return {}
         values = self._averages or [q for _, _, q in self._pairs]
         return {n: v.detach() for (n, _, _), v in zip(self._pairs, values, strict=True)}

@@ -8,7 +8,7 @@ from kitae.algorithms.group_stages import GroupStages
 from kitae.config.root import RLConfig, Root
 from kitae.models.load import load_policy
 from kitae.models.policy import Policy
-from kitae.observe.token_numbers import TokenChoice
+from kitae.observe.token_numbers import MOST_TOKENS, TokenChoice
 from kitae.trainer.base import Trainer
 from kitae.trainer.build_worker import learning_worker, make_critic, supervised_worker
 from kitae.trainer.collective_ops import Ranks
@@ -66,7 +66,7 @@ def _rank_threads(config: ClusterConfig, cluster: Cluster, beside: int = 0) -> i
 
 def make_learner(config: RLConfig, trainer: Trainer) -> Learner:
     groups = GroupStages(config.algorithm, config.sampling.max_tokens)
-    recorded = TokenChoice(config.observe.tokens, config.observe.tokens_per_step, config.run.seed)
+    recorded = TokenChoice(config.observe.tokens, MOST_TOKENS, config.run.seed)
     return Learner(trainer, groups, Control(config.algorithm), config.training, config.run.seed, recorded)
 
 

@@ -26,12 +26,17 @@ def raw_settings(run: Path) -> dict[str, Any]:
 def settings_of(run: Path) -> list[Setting]:
     """The settings, first those that differ from their defaults. If that cannot be known, none counts as changed."""
     try:
-        changed = set(RunView(run).config.changed())
+        config = RunView(run).config
+        flat, changed = config.flat(), set(config.changed())
     except (KitaeError, OSError):
-        changed = set()
-    try:
-        flat = raw_settings(run)
-    except (OSError, ValueError):
-        flat = {}
+        flat, changed = _as_they_are(run), set()
     found = [Setting(key, value, key in changed) for key, value in flat.items()]
     return sorted(found, key=lambda setting: not setting.changed)
+
+
+def _as_they_are(run: Path) -> dict[str, Any]:
+    """The settings of a run whose file cannot be read as settings of this version."""
+    try:
+        return raw_settings(run)
+    except (OSError, ValueError):
+        return {}

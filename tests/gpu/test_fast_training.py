@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from short_settings import algorithm_with
 
 from kitae.algorithms.config import AlgorithmConfig
 from kitae.models.config import ModelConfig
@@ -95,7 +96,7 @@ def test_bf16_gradient_is_as_near_to_the_exact_one_as_plain_torch(
     make_tiny(tmp_path, architecture, hidden=128, layers=3)
     shapes = [(g, 5 + 9 * g, 1 + (13 * g + 29 * i) % 90) for g in range(5) for i in range(6)]
     samples = make_samples(shapes, gaps=True)
-    algorithm = AlgorithmConfig(preset="grpo", entropy_coef=0.01)
+    algorithm = algorithm_with(preset="grpo", entropy_coef=0.01)
 
     def policy(dtype: str, fuse: bool) -> Policy:
         return load_policy(ModelConfig.model_validate({
@@ -371,7 +372,7 @@ def test_chunks_of_logits_give_one_gradient(tiny_policy: TinyPolicy) -> None:
     from test_gradient import SHAPES, gradient, make_samples
 
     samples = make_samples(SHAPES)
-    algorithm = AlgorithmConfig(preset="grpo", entropy_coef=0.01)
+    algorithm = algorithm_with(preset="grpo", entropy_coef=0.01)
 
     def head(chunk: int) -> torch.Tensor:
         policy = tiny_policy("qwen2", device="cuda", dtype="bfloat16")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from short_settings import algorithm_with
 from transformers import AutoModelForCausalLM
 
 from kitae.engines.base import Request, SamplingParams
@@ -58,10 +59,8 @@ def test_greedy_and_logprobs_equal_the_model(
 def test_gradient_equals_the_cpu(tiny_policy: TinyPolicy) -> None:
     from test_gradient import SHAPES, assert_same, gradient, make_samples
 
-    from kitae.algorithms.config import AlgorithmConfig
-
     samples = make_samples(SHAPES, gaps=True)
-    algorithm = AlgorithmConfig(preset="grpo", entropy_coef=0.01)
+    algorithm = algorithm_with(preset="grpo", entropy_coef=0.01)
     on_gpu = {n: g.cpu() for n, g in gradient(tiny_policy(device="cuda"), samples, algorithm).items()}
     assert_same(on_gpu, gradient(tiny_policy(device="cpu"), samples, algorithm), 1e-4)
 

@@ -73,7 +73,7 @@ def test_a_run_repeats_what_its_engine_chose(
     )  # fmt: skip
 
     def steps(routing: str) -> list[dict[str, Any]]:
-        return rows(run_toy(tmp_path / routing, *common, f"algorithm.routing={routing}").folder)
+        return rows(run_toy(tmp_path / routing, *common, f"algorithm.experts.routing={routing}").folder)
 
     engine, own = steps("engine"), steps("own")
     assert engine[0]["routing_flips"] < 0.2

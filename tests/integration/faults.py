@@ -118,7 +118,6 @@ class Plan:
             f"pipeline.max_staleness={stale}",
             f"pipeline.in_flight={rng.choice(['keep', 'recompute'])}",
             f"sampling.max_tokens={rng.choice([6, 40])}",
-            f"pipeline.snapshot_seconds={rng.choice([0.05, 30])}",
             f"verifier.workers={rng.choice([1, 2, 4])}",
             "verifier.check_gold=false",
             f"verifier.max_error_share={0.9 if flaky else 0.1}",
@@ -133,9 +132,8 @@ class Plan:
         if refill:
             settings += [
                 "algorithm.filter=zero-variance",
-                "pipeline.refill=true",
-                f"pipeline.max_refill={rng.choice([1, 5])}",
-                f"pipeline.oversample={rng.choice([1, 1.5, 3])}",
+                f"pipeline.refill.most={rng.choice([1, 5])}",
+                f"pipeline.refill.oversample={rng.choice([1, 1.5, 3])}",
             ]
         if mastered:
             (folder / "data.jsonl").write_text("".join(f'{{"question": "p{i}", "answer": "{i}"}}\n' for i in range(5)))
@@ -153,17 +151,17 @@ class Plan:
         return Plan(settings, steps, folder / "outage", repeats, later, rng.choice([1, 3]) if chance(0.12) else 0)
 
 
-KL = ("algorithm.kl_coef=0.05", "algorithm.reference=frozen")
+KL = ("algorithm.kl.coef=0.05", "algorithm.reference=frozen")
 METHODS = (
     [],
-    ["algorithm.preset=grpo", "algorithm.kl_coef=0.05", "algorithm.reference=frozen"],
+    ["algorithm.preset=grpo", "algorithm.kl.coef=0.05", "algorithm.reference=frozen"],
     ["algorithm.preset=dapo"],
     ["training.minibatches=2", "training.epochs=2"],
     ["algorithm.preset=remax"],
-    ["algorithm.preset=ppo", "algorithm.critic_warmup=1"],
-    ["algorithm.preset=grpo", "algorithm.kl_coef=0.05", "algorithm.reference=reset", "algorithm.reference_every=2"],
-    ["algorithm.kl_coef=0.05", "algorithm.reference=ema", "algorithm.reference_every=1", "algorithm.reference_mix=0.3"],
-    ["algorithm.reward_norm=running", *KL, "algorithm.kl_target=0.1"],
+    ["algorithm.preset=ppo", "algorithm.critic.warmup=1"],
+    ["algorithm.preset=grpo", "algorithm.kl.coef=0.05", "algorithm.reference=reset", "algorithm.reference.every=2"],
+    ["algorithm.kl.coef=0.05", "algorithm.reference=ema", "algorithm.reference.every=1", "algorithm.reference.mix=0.3"],
+    ["algorithm.shaping.norm=running", *KL, "algorithm.kl.target=0.1"],
 )
 
 

@@ -27,13 +27,13 @@ SHORT = ("eval.prompts=0", "checkpoint.every=100")
 REWARDED = [name for name in PRESETS if name not in ("distil", "gkd")]
 
 
-SEEN = ("filter", "whiten", "anchor", "correction", "kl_in", "entropy_coef")  # by more than the loss
+SEEN = ("filter", "advantage.whiten", "ratio.anchor", "correction", "kl.into", "entropy.coef")  # by more than the loss
 
 
 def chosen(preset: str) -> set[tuple[str, Any]]:
     """What of a preset the parts around its functions see: what these need, and which of them there are."""
     config = AlgorithmConfig(preset=preset)
-    traits = {(stage, config.traits(stage)) for stage in STAGES if getattr(config, stage) is not None}
+    traits = {(stage, config.traits(stage)) for stage in STAGES if config.choice(stage).name is not None}
     return traits | {(key, value) for key, value in settings(preset).items() if key in SEEN}
 
 
@@ -59,7 +59,7 @@ def test_every_preset_learns(preset: str, tmp_path: Path) -> None:
 
     Two updates per batch where there is a ratio, so that gates and corrections have something to do.
     """
-    updates = 1 if AlgorithmConfig(preset=preset).ratio is None else 2
+    updates = 1 if AlgorithmConfig(preset=preset).ratio.name is None else 2
     steps = 30 if preset == "raft++" else 17  # it learns from the right answers alone, one step at a time
     result = run_toy(
         tmp_path, RIGHT_OR_WRONG, *SHORT, f"algorithm.preset={preset}", f"training.steps={steps}",
@@ -75,10 +75,10 @@ def test_every_preset_learns(preset: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "choices",
     [
-        ["algorithm.preset=ppo", "algorithm.critic_warmup=1", "algorithm.kl_target=0.5", "algorithm.reference=ema",
-         "algorithm.reference_every=1"],
-        ["algorithm.preset=reinforce++-baseline", "algorithm.reference=reset", "algorithm.reference_every=2",
-         "algorithm.entropy_target=6", "algorithm.reward_norm=running"],
+        ["algorithm.preset=ppo", "algorithm.critic.warmup=1", "algorithm.kl.target=0.5", "algorithm.reference=ema",
+         "algorithm.reference.every=1"],
+        ["algorithm.preset=reinforce++-baseline", "algorithm.reference=reset", "algorithm.reference.every=2",
+         "algorithm.entropy.target=6", "algorithm.shaping.norm=running"],
         ["algorithm.preset=remax", "model.lora_rank=4"],
     ],
     ids=["critic-and-controllers", "reset-entropy-running", "greedy-and-adapters"],
@@ -94,11 +94,11 @@ def test_resumed_equals_uninterrupted_with_everything_that_moves(choices: list[s
     if "algorithm.preset=ppo" in choices:
         assert "loss" not in first and first["value_loss"] > 0, "the first step warms the critic up"
         assert last["kl_coef"] != first["kl_coef"]
-    if "algorithm.entropy_target=6" in choices:
+    if "algorithm.entropy.target=6" in choices:
         assert last["entropy_coef"] > first["entropy_coef"]
 
 
-TERMS = ("algorithm.router_z_coef=0.01", "algorithm.router_balance_coef=0.1")
+TERMS = ("algorithm.experts.z_coef=0.01", "algorithm.experts.balance_coef=0.1")
 
 
 @pytest.mark.sentinel
@@ -109,7 +109,8 @@ def test_a_mixture_of_experts_is_trained_on_the_experts_of_old(
     """Also while the engine samples from the same modules, and beside a reference, which chooses for itself."""
     result = run_toy(
         tmp_path, RIGHT_OR_WRONG, *SHORT, f"model.path={tiny_folder('qwen3_moe')}", "training.steps=4",
-        "training.minibatches=2", "algorithm.routing=old", "algorithm.kl_coef=0.01", "algorithm.reference=frozen",
+        "training.minibatches=2", "algorithm.experts.routing=old",
+        "algorithm.kl.coef=0.01", "algorithm.reference=frozen",
         *settings,
     )  # fmt: skip
     found = rows(result.folder)
@@ -134,9 +135,9 @@ def test_a_kl_term_holds_the_policy_back(tmp_path: Path) -> None:
     """A strong pull towards the reference keeps the divergence small; with adapters the reference is free."""
     distance = {}
     for name, choices in {
-        "free": ["algorithm.kl_coef=1e-9"],
-        "held": ["algorithm.kl_coef=10"],
-        "adapters": ["algorithm.kl_coef=10", "model.lora_rank=8"],
+        "free": ["algorithm.kl.coef=1e-9"],
+        "held": ["algorithm.kl.coef=10"],
+        "adapters": ["algorithm.kl.coef=10", "model.lora_rank=8"],
     }.items():
         settings = [*choices, "algorithm.reference=frozen", "training.steps=6"]
         found = rows(run_toy(tmp_path / name, RIGHT_OR_WRONG, *SHORT, *settings).folder)
@@ -155,8 +156,8 @@ def test_a_stage_of_the_users_own(tmp_path: Path) -> None:
         "def soft(ratio_N, tokens, *, width):\n"
         "    return -tokens.advantage_N * ratio_N.clamp(1 - width, 1 + width)\n"
     )
-    own = [f"algorithm.advantage={mine}:bonus", f"algorithm.gate={mine}:soft", "algorithm.params.size=2.0"]
-    steps = ["training.steps=15", "training.minibatches=2", "algorithm.params.width=0.3"]
+    own = [f"algorithm.advantage={mine}:bonus", f"algorithm.gate={mine}:soft", "algorithm.advantage.size=2.0"]
+    steps = ["training.steps=15", "training.minibatches=2", "algorithm.gate.width=0.3"]
     result = run_toy(tmp_path, RIGHT_OR_WRONG, *SHORT, *own, *steps)
     assert np.mean([r["reward"] for r in rows(result.folder)][-4:]) >= 0.9
     with pytest.raises(ConfigError, match="needs the setting 'width'"):

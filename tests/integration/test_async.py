@@ -143,9 +143,9 @@ def test_refills_keep_the_batch_full(tmp_path: Path) -> None:
     settings = (
         slow_verifier(tmp_path),
         "pipeline.max_staleness=2",
-        "pipeline.refill=true",
+        "pipeline.refill=3",
         "algorithm.filter=zero-variance",
-        "pipeline.max_refill=20",
+        "pipeline.refill.most=20",
         "sampling.max_tokens=3",
         "training.group_size=3",
         "training.lr=1e-6",
@@ -233,7 +233,6 @@ def test_a_killed_run_keeps_what_was_sampled_of_long_responses(tmp_path: Path) -
         "sampling.max_tokens=400",
         "training.steps=1",
         "eval.prompts=0",
-        "pipeline.snapshot_seconds=0.1",
     )
     process = kitae("train", str(RECIPE), f"run.dir={tmp_path}", *settings)
     run = tmp_path / "toy-001"
@@ -321,7 +320,7 @@ def test_a_past_step_can_be_computed_again(staleness: int, tmp_path: Path) -> No
         pytest.param(2, (), marks=pytest.mark.slow),
         pytest.param(1, ("model.lora_rank=4",), marks=pytest.mark.slow),
         pytest.param(1, ("model.exact=true",), marks=pytest.mark.slow),
-        (1, ("algorithm.kl_coef=0.01", "algorithm.reference=ema", "algorithm.reference_every=1", "algorithm.kl=k3")),
+        (1, ("algorithm.kl.coef=0.01", "algorithm.reference=ema", "algorithm.reference.every=1", "algorithm.kl=k3")),
         (1, ("engine.kind=process",)),
     ],
     ids=str,

@@ -19,7 +19,6 @@ SETTINGS = (
     "eval.prompts=2",
     "sampling.max_tokens=40",
     "verifier.max_error_share=1",
-    "pipeline.snapshot_seconds=0.02",
     f"env.command={sys.executable} {HERE / 'captured_agent.py'}",
 )
 

@@ -408,7 +408,7 @@ def test_the_successor_dies_too(actor: str, phase: str, trial: Callable[..., Tri
 
 
 AHEAD = (
-    "pipeline.max_staleness=1", "pipeline.refill=true", "algorithm.filter=zero-variance", "pipeline.max_refill=20",
+    "pipeline.max_staleness=1", "pipeline.refill=3", "algorithm.filter=zero-variance", "pipeline.refill.most=20",
     "sampling.max_tokens=3", "training.group_size=3",
 )  # fmt: skip
 TALKING = (f"env.name={HERE / 'reckoning.py'}:Reckoning", "verifier.max_error_share=1")

@@ -22,7 +22,6 @@ SETTINGS = (
     "eval.prompts=4",
     "sampling.max_tokens=40",
     "verifier.max_error_share=1",
-    "pipeline.snapshot_seconds=0.02",
     STOPS,
     f"env.name={HERE / 'dialogue.py'}:Dialogue",
     "env.seconds=3",

@@ -193,8 +193,8 @@ def test_an_interrupted_run_goes_on_from_what_lies_there(how: signal.Signals, lo
 def test_what_reads_answers_finds_them(tmp_path: Path) -> None:
     """Ahead of training, groups replaced, rollouts computed again, old log-probs, a reference, watched tokens, LoRA."""
     result = run_toy(
-        tmp_path, *SETTINGS, *CLUSTER, LONG, "training.steps=3", "pipeline.max_staleness=2", "pipeline.refill=true",
-        "algorithm.filter=all-wrong", "engine.spot_check=1", "training.minibatches=2", "algorithm.kl_coef=0.01",
+        tmp_path, *SETTINGS, *CLUSTER, LONG, "training.steps=3", "pipeline.max_staleness=2", "pipeline.refill=3",
+        "algorithm.filter=all-wrong", "engine.spot_check=1", "training.minibatches=2", "algorithm.kl.coef=0.01",
         "algorithm.reference=frozen", "observe.tokens=0.5", "model.lora_rank=2",
         f"verifier.name={RECIPE.parent / 'toy.py'}:any_digit",
     )  # fmt: skip

@@ -29,7 +29,7 @@ SHORT = (RIGHT_OR_WRONG, "training.steps=4", "checkpoint.every=2", "eval.prompts
 
 
 def mixture(tiny_folder: TinyFolder) -> tuple[str, str]:
-    return f"model.path={tiny_folder('qwen3_moe')}", "algorithm.routing=engine"
+    return f"model.path={tiny_folder('qwen3_moe')}", "algorithm.experts.routing=engine"
 
 
 def assert_routed(chain: Chain) -> None:
@@ -44,11 +44,11 @@ def assert_routed(chain: Chain) -> None:
 
 CROSSED = {
     "alone": (),
-    "updates": ("training.minibatches=2", "algorithm.kl_coef=0.01", "algorithm.reference=frozen"),
+    "updates": ("training.minibatches=2", "algorithm.kl.coef=0.01", "algorithm.reference=frozen"),
     "greedy": ("algorithm.preset=remax",),
     "critic": ("algorithm.preset=ppo", "training.minibatches=2"),
     "ahead-lora": ("pipeline.max_staleness=1", "model.lora_rank=4", "training.minibatches=2"),
-    "refill": ("pipeline.refill=true", "algorithm.filter=zero-variance", "pipeline.max_staleness=1"),
+    "refill": ("pipeline.refill=3", "algorithm.filter=zero-variance", "pipeline.max_staleness=1"),
     "recompute": ("pipeline.max_staleness=2", "pipeline.in_flight=recompute"),
     "process": ("engine.kind=process", "pipeline.max_staleness=1"),
     "fleet": ("engine.kind=process", "engine.count=2"),
@@ -101,7 +101,7 @@ def test_who_does_not_ask_stores_nothing(tiny_folder: TinyFolder, tmp_path: Path
 
 def test_a_model_without_experts_is_refused_before_a_run_begins(tmp_path: Path) -> None:
     with pytest.raises(KitaeError, match="routing replay needs router modules, got LlamaForCausalLM without any"):
-        run_toy(tmp_path, *SHORT, "algorithm.routing=engine")
+        run_toy(tmp_path, *SHORT, "algorithm.experts.routing=engine")
 
 
 def test_resumed_equals_uninterrupted(tiny_folder: TinyFolder, tmp_path: Path) -> None:

@@ -70,8 +70,8 @@ def score_file(folder: Path, body: str) -> str:
 PARITY = "return float(len(response) % 2)"
 REFILL = (
     "algorithm.filter=zero-variance",
-    "pipeline.refill=true",
-    "pipeline.max_refill=5",
+    "pipeline.refill=3",
+    "pipeline.refill.most=5",
     "training.group_size=3",
     "training.steps=6",
     "checkpoint.every=2",
@@ -94,7 +94,7 @@ def test_an_outage_under_refill_is_survived(
         *REFILL,
         longer,
         f"pipeline.max_staleness={staleness}",
-        f"pipeline.oversample={oversample}",
+        f"pipeline.refill.oversample={oversample}",
     )
     with crash_at(monkeypatch, 4):
         run_toy(tmp_path, *settings)
@@ -130,7 +130,7 @@ def test_a_flaky_verifier_under_refill(
         *REFILL,
         "verifier.max_error_share=1",
         f"pipeline.max_staleness={staleness}",
-        f"pipeline.oversample={oversample}",
+        f"pipeline.refill.oversample={oversample}",
     )
     with crash_at(monkeypatch, 2):
         run_toy(tmp_path, *settings)
@@ -359,7 +359,7 @@ def test_all_steps_again_from_the_start(method: str, tmp_path: Path) -> None:
 
 def test_on_policy_stays_on_policy_after_a_crash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With refills, another step 1 than before would make the samples of version 1 those of other weights."""
-    settings = (score_file(tmp_path, PARITY), *REFILL, "pipeline.max_refill=0.5", "checkpoint.every=9")
+    settings = (score_file(tmp_path, PARITY), *REFILL, "pipeline.refill.most=0.5", "checkpoint.every=9")
     with crash_at(monkeypatch, 3):
         run_toy(tmp_path, *settings)
     before = rows(tmp_path / "toy-001")
@@ -503,11 +503,10 @@ def test_refills_of_a_step_are_limited_across_crashes(
     oversample: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = (
-        f"pipeline.oversample={oversample}",
+        f"pipeline.refill.oversample={oversample}",
         score_file(tmp_path, "return 0.5"),
         "algorithm.filter=zero-variance",
-        "pipeline.refill=true",
-        "pipeline.max_refill=1",
+        "pipeline.refill=1",
         "training.group_size=2",
         "training.steps=2",
         "sampling.max_tokens=4",

@@ -83,8 +83,9 @@ def test_the_student_comes_closer(settings: tuple[str, ...], number: str, distil
     [
         ("pipeline.max_staleness=1", "training.minibatches=2"),
         ("method.loss=jsd", "model.lora_rank=4"),
-        ("algorithm.reward_coef=0.5", "algorithm.reward_norm=running", "algorithm.kl=k1", "algorithm.kl_in=reward",
-         "algorithm.kl_coef=0.1", "algorithm.reference=ema", "algorithm.reference_every=1"),
+        ("algorithm.advantage.reward_coef=0.5", "algorithm.shaping.norm=running", "algorithm.kl=k1",
+         "algorithm.kl.into=reward",
+         "algorithm.kl.coef=0.1", "algorithm.reference=ema", "algorithm.reference.every=1"),
     ],
     ids=["stale", "jsd-and-adapters", "rewards-and-a-reference"],
 )  # fmt: skip
@@ -105,7 +106,7 @@ def test_rewards_count_only_where_they_are_asked_for(distil: Config) -> None:
     first = ("training.steps=1", "checkpoint.every=1")
     plain = rows(run_config(distil(*first, name="plain")).folder)[0]
     unjudged = rows(run_config(distil(*first, "verifier.name=none", name="unjudged")).folder)[0]
-    rewarded = rows(run_config(distil(*first, "algorithm.reward_coef=5", name="rewarded")).folder)[0]
+    rewarded = rows(run_config(distil(*first, "algorithm.advantage.reward_coef=5", name="rewarded")).folder)[0]
     assert plain["reward"] > 0 and unjudged["reward"] == 0
     assert plain["grad_norm"] == pytest.approx(unjudged["grad_norm"], rel=1e-6)
     assert plain["teacher_kl"] == pytest.approx(rewarded["teacher_kl"], rel=1e-6)
@@ -114,7 +115,7 @@ def test_rewards_count_only_where_they_are_asked_for(distil: Config) -> None:
 
 # A teacher in a process of its own.
 
-APART = "method.teacher_place=process"
+APART = "method.teacher.place=process"
 
 
 @pytest.mark.slow
@@ -217,7 +218,7 @@ def served(teacher: Path) -> Iterator[tuple[str, list[int]]]:
 
 
 def remote(url: str, *settings: str) -> tuple[str, ...]:
-    return ("method.teacher=", f"method.teacher_url={url}", "method.teacher_model=large", *settings)
+    return ("method.teacher=", f"method.teacher.url={url}", "method.teacher.model=large", *settings)
 
 
 def test_a_served_teacher_teaches_the_same(served: tuple[str, list[int]], distil: Config) -> None:
@@ -242,7 +243,7 @@ def refused(kind: type[Exception], config: RLConfig) -> str:
 
 def test_a_server_that_is_down_is_found_out_at_once(distil: Config) -> None:
     message = refused(RemoteError, distil(*remote("http://127.0.0.1:9/v1")))
-    assert message.startswith("method.teacher_url: http://127.0.0.1:9/v1/completions must answer within")
+    assert message.startswith("method.teacher.url: http://127.0.0.1:9/v1/completions must answer within")
 
 
 def test_a_teacher_that_is_not_there(distil: Config, tmp_path: Path) -> None:

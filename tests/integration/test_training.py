@@ -26,7 +26,7 @@ from kitae.trainer.optim import Optimizer, Update
     [
         ["algorithm.preset=grpo"],
         ["algorithm.preset=dr-grpo", "training.lr=1e-2"],
-        ["algorithm.preset=dapo", "pipeline.refill=true"],
+        ["algorithm.preset=dapo", "pipeline.refill=3"],
         ["algorithm.preset=grpo", "training.minibatches=2", "training.epochs=2", "training.lr=3e-3"],
         ["algorithm.preset=grpo", "model.lora_rank=8", "training.lr=2e-2", "training.steps=16"],
         ["algorithm.preset=grpo", "model.dtype=bfloat16", "training.checkpoint_activations=true", "training.steps=16"],
@@ -52,14 +52,14 @@ def test_reward_rises(overrides: list[str], tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "overrides",
     [
-        ["algorithm.preset=ppo", "algorithm.kl_coef=0.01", "algorithm.reference=frozen"],
+        ["algorithm.preset=ppo", "algorithm.kl.coef=0.01", "algorithm.reference=frozen"],
         [
-            "algorithm.kl_coef=0.01",
+            "algorithm.kl.coef=0.01",
             "algorithm.reference=ema",
-            "algorithm.reference_every=1",
+            "algorithm.reference.every=1",
             "pipeline.max_staleness=1",
         ],
-        ["algorithm.kl_coef=0.01", "algorithm.reference=reset", "algorithm.reference_every=2", "model.plain=true"],
+        ["algorithm.kl.coef=0.01", "algorithm.reference=reset", "algorithm.reference.every=2", "model.plain=true"],
         ["model.lora_rank=4", "training.minibatches=2"],
     ],
     ids=["critic", "ema", "reset", "lora"],
@@ -114,7 +114,7 @@ def test_groups_without_signal_are_dropped_and_replaced(tmp_path: Path) -> None:
         "    if response == str(reference): return 1.0\n"
         "    return 0.0 if int(reference) % 2 else float(len(response) % 2)\n"
     )
-    settings = [f"verifier.name={verifier}:score", "training.steps=3", "pipeline.refill=true", "eval.prompts=0"]
+    settings = [f"verifier.name={verifier}:score", "training.steps=3", "pipeline.refill=3", "eval.prompts=0"]
     result = run_toy(tmp_path, *settings, "algorithm.preset=dapo")
     steps = rows(result.folder)
     assert all(r["groups"] == 4 for r in steps), "refill must fill the batch"

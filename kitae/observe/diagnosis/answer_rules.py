@@ -4,8 +4,7 @@ import zlib
 from collections import Counter
 from collections.abc import Sequence
 
-from kitae.algorithms.config import AlgorithmConfig, needs_group
-from kitae.errors import KitaeError
+from kitae.algorithms.config import may_need_group
 from kitae.observe.diagnosis.base import WINDOW, Reply, Seen, rule, sentence, values
 from kitae.observe.diagnosis.learning_rules import SOLVED, fell_from, lr_too_high, signal_share
 
@@ -84,7 +83,7 @@ def no_updates(seen: Seen) -> str | None:
         return None
     if lr_too_high.check(seen) is not None:  # that is the reason then
         return None
-    return sentence(f"{seen.span()} dropped every group", seen.setting("algorithm.filter"))
+    return sentence(f"{seen.span()} dropped every group", seen.setting("algorithm.filter.name"))
 
 
 @rule(
@@ -94,8 +93,8 @@ def no_updates(seen: Seen) -> str | None:
     looks_at="`truncated`",
     when=f"over the last {WINDOW} steps, more than 90 % of the answers ended at sampling.max_tokens; or more than 30 "
     "%, and 20 points more than at first",
-    advice="raise sampling.max_tokens; or make long answers cost something (algorithm.overlong_buffer), and look "
-    "whether they end at all (kitae show RUN)",
+    advice="raise sampling.max_tokens; or make long answers cost something (algorithm.shaping.overlong_buffer), and "
+    "look whether they end at all (kitae show RUN)",
 )
 def truncation(seen: Seen) -> str | None:
     last, ends = seen.last("truncated"), seen.ends("truncated")
@@ -115,8 +114,8 @@ def truncation(seen: Seen) -> str | None:
     looks_at="`length`, `reward`, held-out `avg`",
     when="answers are more than twice as long as at first, by 20 tokens or more, while held-out accuracy did not "
     "rise; where there is none, while the reward did not",
-    advice="make length cost something (algorithm.overlong_buffer), or normalise by tokens (algorithm.aggregation = "
-    '"token-mean"); a verifier that likes long answers will get them',
+    advice="make length cost something (algorithm.shaping.overlong_buffer), or normalise by tokens "
+    '(algorithm.aggregation = "token-mean"); a verifier that likes long answers will get them',
 )
 def length_explosion(seen: Seen) -> str | None:
     length, reward = seen.ends("length"), seen.ends("reward")
@@ -223,8 +222,8 @@ def same_answer(seen: Seen) -> str | None:
     looks_at="the answers in the journal",
     when=f"of the answers of the last two steps, more than a quarter are texts of {_LONG} characters or more that "
     "shrink to a fifth when compressed, and 15 points more than at first",
-    advice="make length cost something (algorithm.overlong_buffer), check that the verifier does not pay for it, "
-    "and lower training.lr",
+    advice="make length cost something (algorithm.shaping.overlong_buffer), check that the verifier does not pay for "
+    "it, and lower training.lr",
     live=False,
 )
 def repetition(seen: Seen) -> str | None:
@@ -238,11 +237,7 @@ def repetition(seen: Seen) -> str | None:
 
 def _compares(seen: Seen) -> bool:
     """Whether advantages come from differences within a group; with a critic, for example, they do not."""
-    own = {key.removeprefix("algorithm."): v for key, v in seen.settings.items() if key.startswith("algorithm.")}
-    try:
-        return needs_group(AlgorithmConfig(**own))
-    except (KitaeError, ValueError):  # written by another version, or with a user's stage that is not here
-        return True
+    return may_need_group(seen.settings.get("algorithm.advantage.name"))
 
 
 def _ends(answers: Sequence[Reply]) -> tuple[list[Reply], list[Reply]]:

@@ -19,7 +19,7 @@ _ENOUGH = 20  # steps after which something should be learnt, if they are also h
     when=f"over the last {WINDOW} steps the reward is under a quarter of what two steps in a row had reached, and at "
     "least 0.1 below it; or the held-out interval has fallen below the first one (that of a loss: risen above it)",
     advice="lower training.lr, by a factor of 3 to 10 at first, and start again from the model or a checkpoint "
-    "before the fall; training.warmup_steps and algorithm.kl_coef hold it back too",
+    "before the fall; training.warmup_steps and algorithm.kl.coef hold it back too",
 )
 def lr_too_high(seen: Seen) -> str | None:
     why = sentence(seen.setting("training.lr"), seen.setting("training.warmup_steps"))
@@ -106,8 +106,8 @@ def _unlearnt(seen: Seen) -> str | None:
     looks_at="`entropy`, `reward`, `groups_with_signal`",
     when=f"over the last {WINDOW} steps that have it, the entropy is under a tenth of what it was, the task is not "
     f"solved (reward under {SOLVED}), and fewer than half of the groups have signal or the reward stands still",
-    advice="raise sampling.temperature, or algorithm.clip_high, or set algorithm.entropy_coef; a lower training.lr "
-    "and fewer training.epochs slow it down",
+    advice="raise sampling.temperature, or algorithm.gate.clip_high, or set algorithm.entropy.coef; a lower "
+    "training.lr and fewer training.epochs slow it down",
 )
 def entropy_collapse(seen: Seen) -> str | None:
     entropy, reward = seen.ends("entropy", 3), seen.last("reward")
@@ -129,7 +129,7 @@ def entropy_collapse(seen: Seen) -> str | None:
     title="The answers become random",
     looks_at="`entropy`, `reward`",
     when="the entropy is more than three times what it was, and above 1 nat, while the reward has not risen",
-    advice="lower training.lr and algorithm.entropy_coef; set algorithm.kl_coef; with samples that are old, lower "
+    advice="lower training.lr and algorithm.entropy.coef; set algorithm.kl.coef; with samples that are old, lower "
     "pipeline.max_staleness",
 )
 def entropy_explosion(seen: Seen) -> str | None:
@@ -141,7 +141,7 @@ def entropy_explosion(seen: Seen) -> str | None:
     return sentence(
         f"entropy {entropy[0]:.3f} at first, {entropy[1]:.3f} at the end; reward {reward[0]:.3f} → {reward[1]:.3f}",
         seen.setting("training.lr"),
-        seen.setting("algorithm.entropy_coef"),
+        seen.setting("algorithm.entropy.coef"),
     )
 
 
@@ -151,7 +151,7 @@ def entropy_explosion(seen: Seen) -> str | None:
     title="The policy runs away from the reference",
     looks_at="`kl_k3`, `kl_per_response`",
     when=f"the KL divergence to the reference is above 0.5 nats for each token, over the last {WINDOW} steps",
-    advice="raise algorithm.kl_coef or lower training.lr; look whether the answers are still text (kitae show RUN)",
+    advice="raise algorithm.kl.coef or lower training.lr; look whether the answers are still text (kitae show RUN)",
 )
 def kl_runaway(seen: Seen) -> str | None:
     found = seen.last("kl_k3")
@@ -161,7 +161,7 @@ def kl_runaway(seen: Seen) -> str | None:
     return sentence(
         f"KL {found:.3f} nats a token over {seen.span()}",
         "" if whole is None else f"{whole:.1f} for a response",
-        seen.setting("algorithm.kl_coef"),
+        seen.setting("algorithm.kl.coef"),
     )
 
 

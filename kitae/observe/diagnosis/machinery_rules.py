@@ -77,7 +77,7 @@ def routing_flips(seen: Seen) -> str | None:
     share = seen.last("routing_flips")
     if share is None or share <= 0.25:
         return None
-    return sentence(f"{share:.0%} of the choices over {seen.span()}", seen.setting("algorithm.routing"))
+    return sentence(f"{share:.0%} of the choices over {seen.span()}", seen.setting("algorithm.experts.routing"))
 
 
 @rule(
@@ -97,7 +97,7 @@ def importance_weights(seen: Seen) -> str | None:
     return sentence(
         f"effective sample size {size:.0%} over {seen.span()}",
         "" if largest is None else f"largest weight {largest:.3g}",
-        seen.setting("algorithm.correction"),
+        seen.setting("algorithm.correction.name"),
     )
 
 

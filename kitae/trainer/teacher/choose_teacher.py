@@ -13,9 +13,11 @@ from kitae.trainer.teacher.teacher_process import TeacherProcess
 
 def inside_teacher(config: RLConfig, student: Policy) -> Teacher | None:
     """A teacher in this process, if the run has one."""
-    if not isinstance(config, DistilConfig) or not config.method.teacher or config.method.teacher_place == "process":
+    if not isinstance(config, DistilConfig) or not config.method.teacher.path:
         return None
-    return load_teacher(config.model, config.method.teacher, student, config.training, config.sampling.temperature)
+    if config.method.teacher.place == "process":
+        return None
+    return load_teacher(config.model, config.method.teacher.path, student, config.training, config.sampling.temperature)
 
 
 def outside_teacher(config: RLConfig, student: Policy, note: Callable[[str], None]) -> OutsideTeacher | None:
@@ -24,30 +26,30 @@ def outside_teacher(config: RLConfig, student: Policy, note: Callable[[str], Non
 
 
 def _teacher_process(config: RLConfig, student: Policy, note: Callable[[str], None]) -> TeacherProcess | None:
-    if not isinstance(config, DistilConfig) or config.method.teacher_place != "process":
+    if not isinstance(config, DistilConfig) or config.method.teacher.place != "process":
         return None
-    m = config.method
+    teacher = config.method.teacher
     return TeacherProcess(
         config.model,
-        m.teacher,
+        teacher.path,
         student,
         config.training,
         config.sampling.temperature,
-        device=m.teacher_device,
-        threads=m.teacher_threads,
+        device=teacher.device,
+        threads=teacher.threads,
         note=note,
     )
 
 
 def served_teacher(config: RLConfig) -> ServedTeacher | None:
-    if not isinstance(config, DistilConfig) or not config.method.teacher_url:
+    if not isinstance(config, DistilConfig) or not config.method.teacher.url:
         return None
-    m = config.method
+    teacher = config.method.teacher
     service = Service(
-        base_url=m.teacher_url,
-        model=m.teacher_model,
-        key_env=m.teacher_key_env,
-        concurrency=m.teacher_concurrency,
-        cache=m.teacher_cache,
+        base_url=teacher.url,
+        model=teacher.model,
+        key_env=teacher.key_env,
+        concurrency=teacher.concurrency,
+        cache=teacher.cache,
     )
     return ServedTeacher(service)

@@ -124,7 +124,7 @@ def check_teacher(model: ModelConfig, path: str, device: str = "") -> None:
     try:
         pick_device(teacher.device)
     except ModelError as problem:
-        raise ModelError(f"method.teacher_device: {problem}" if device else str(problem)) from None
+        raise ModelError(f"method.teacher.device: {problem}" if device else str(problem)) from None
     check_model(model)
     tokenizers = load_tokenizer(model)[0], load_tokenizer(teacher)[0]
     common_rows(tokenizers[0], _rows(model), tokenizers[1], _rows(teacher), (model.path, path))

@@ -69,7 +69,7 @@ class ServedTeacher:
         try:
             found = await _echo(service, tokens)
         except RemoteError as problem:
-            raise RemoteError(f"method.teacher_url: {problem}") from None
+            raise RemoteError(f"method.teacher.url: {problem}") from None
         texts = found.get("tokens")
         if not isinstance(texts, list):
             return

@@ -15,9 +15,9 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 from objective import Objective
+from short_settings import algorithm_of
 from torch import Tensor
 
-from kitae.algorithms.config import AlgorithmConfig
 from kitae.algorithms.group_stages import Candidate
 from kitae.algorithms.loss_tokens import TokenBatch
 from kitae.data.packing import lay_out
@@ -101,13 +101,13 @@ AGGREGATIONS: dict[str, dict[str, Any]] = {
     "token_mean": {"aggregation": "token-mean"},
     "seq_mean_token_mean": {"aggregation": "seq-mean-token-mean"},
     "seq_mean_token_sum": {"aggregation": "seq-mean-token-sum"},
-    "const_L8": {"aggregation": "constant-length", "constant_length": 8},
+    "const_L8": {"aggregation": "constant-length", "aggregation_length": 8},
 }
 """The keys of the worked examples, and how to get there."""
 
 
 def make_objective(max_tokens: Any = 8, **choices: Any) -> Objective:
-    return Objective(AlgorithmConfig.model_validate(choices), max_tokens)
+    return Objective(algorithm_of(choices), max_tokens)
 
 
 def make_rollout(

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 from objective import Objective
+from short_settings import algorithm_with
 
-from kitae.algorithms.config import AlgorithmConfig
 from kitae.algorithms.group_stages import replace_samples
 from kitae.algorithms.presets import PRESETS
 from kitae.data.packing import lay_out
@@ -26,7 +26,7 @@ from kitae.types import FloatArray, Group, Message, Prompt, Rollout, Sample, Sco
 
 FILE = Path(__file__).parents[2] / "data" / "golden_presets.json"
 MAX_TOKENS = 6
-OVERRIDES: dict[str, Any] = {"pass-at-k": {"pass_k": 2}}  # of four answers, any four have the correct one
+OVERRIDES: dict[str, Any] = {"pass-at-k": {"advantage": {"k": 2}}}  # of four answers, any four have the correct one
 SCORES = ((1, 0, 0, 1), (0, 1, 1, 1), (1, 1, 1, 1), (0, 0, 0, 0), (0, 0, 1, 0))
 LENGTHS = ((2, 1, 3, 2), (6, 1, 2, 1), (1, 2, 2, 3), (2, 3, 1, 1), (4, 2, 3, 2))
 
@@ -67,7 +67,7 @@ def golden_values(sample: Sample) -> FloatArray:
 
 def golden_row(preset: str, device: str = "cpu") -> dict[str, Any]:
     """Loss, gradient of each token (nested by sample), and the groups that were dropped."""
-    objective = Objective(AlgorithmConfig(preset=preset, **OVERRIDES.get(preset, {})), MAX_TOKENS)
+    objective = Objective(algorithm_with(preset=preset, **OVERRIDES.get(preset, {})), MAX_TOKENS)
     groups = golden_groups()
     dropped = {g.id: reason for g in groups if (reason := objective.drop_reason(g))}
     candidates = objective.candidates([g for g in groups if g.id not in dropped])

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from short_settings import algorithm_of
 from torch import Tensor
 from warm_starts import as_rank
 
-from kitae.algorithms.config import AlgorithmConfig
 from kitae.algorithms.control import Control
 from kitae.models.config import ModelConfig
 from kitae.models.load import load_policy
@@ -48,7 +48,7 @@ def gradient(
     policy: Policy, samples: list[Sample], choices: dict[str, Any], *, share_prompts: bool = True, **training: Any
 ) -> tuple[Tensor, float]:
     """The gradient of all parameters as one vector, and the loss. Samples carry their weights already."""
-    algorithm, config = AlgorithmConfig.model_validate(choices), TrainingConfig(**training)
+    algorithm, config = algorithm_of(choices), TrainingConfig(**training)
     worker = reinforced(policy, config, algorithm, max_tokens=64, temperature=0.8)
     policy.model.zero_grad(set_to_none=True)
     _, rows = pack_rows(samples, config, policy.device, policy.dtype, share_prompts=share_prompts)

@@ -17,9 +17,9 @@ shapes = st.lists(st.tuples(st.integers(0, 3), st.integers(1, 9)), min_size=1, m
 Shape = list[tuple[int, int]]
 
 
-def weights(kind: str, shape: Shape, constant_length: int = 7) -> Any:
+def weights(kind: str, shape: Shape, length: int = 7) -> Any:
     """The weight of a token of each (group, loss tokens); group ids come in any order, as in a batch."""
-    settings_ = {"constant_length": constant_length} if kind == "constant-length" else {}
+    settings_ = {"length": length} if kind == "constant-length" else {}
     lengths = np.array([n for _, n in shape], dtype=np.int64)
     groups = np.array([g for g, _ in shape], dtype=np.int64)
     return AGGREGATIONS[kind](lengths, groups, **settings_)
@@ -28,7 +28,7 @@ def weights(kind: str, shape: Shape, constant_length: int = 7) -> Any:
 def test_fixture_p_by_hand() -> None:
     losses = EXAMPLES["loss_ppo"]["tok_loss"]
     for key, choices in EXAMPLE_KEYS.items():
-        found = weights(choices["aggregation"], [(0, 2), (0, 4)], constant_length=8)
+        found = weights(choices["aggregation"], [(0, 2), (0, 4)], length=8)
         total = sum(w * x for w, row in zip(found, losses, strict=True) for x in row)
         assert total == pytest.approx(EXAMPLES["loss_ppo"][key], abs=1e-6), key
 
@@ -84,5 +84,5 @@ def test_weights_land_on_loss_tokens_only() -> None:
 def test_constant_length_is_a_setting_and_not_the_width_of_the_batch() -> None:
     group = make_group([1, 0], lengths=[2, 4])
     for max_tokens, length, used in ((8, "max_tokens", 8), (100, 8, 8), (100, "max_tokens", 100)):
-        objective = make_objective(max_tokens, aggregation="constant-length", constant_length=length)
+        objective = make_objective(max_tokens, aggregation="constant-length", aggregation_length=length)
         assert trainable(objective, group)[0].weight_T.max() == np.float32(1 / (2 * used))

@@ -31,7 +31,7 @@ def pair() -> Group:
     [
         ({"aggregation": "seq-mean-token-mean"}, [1 / (2 * 6)] * 3 + [1 / (2 * 2)]),
         ({"aggregation": "seq-mean-token-sum"}, [1 / 2] * 4),
-        ({"aggregation": "constant-length", "constant_length": 5}, [1 / (2 * 5)] * 4),
+        ({"aggregation": "constant-length", "aggregation_length": 5}, [1 / (2 * 5)] * 4),
         ({"aggregation": "token-mean"}, [1 / 8] * 4),
         ({"aggregation": "prompt-mean"}, [1 / 8] * 4),
     ],
@@ -112,8 +112,9 @@ def test_chains_without_a_word_of_the_model_are_not_trained_on() -> None:
 
 
 def test_whitening_and_covariance_count_tokens_of_all_chains() -> None:
-    objective = make_objective(preset="clip-cov", advantage="reward", whiten="tokens", advantage_ddof=0)
+    objective = make_objective(preset="clip-cov", advantage="reward", whiten="tokens")
     rollouts = [episode(1.0, 1, 1), make_rollout(0.0, [-1.0, -2.0], index=1)]
     samples = objective.weighted(objective.advantages(objective.candidates([as_group(rollouts)])))
-    assert np.concatenate([s.loss("advantage") for s in samples]).tolist() == pytest.approx([1, 1, -1, -1], abs=1e-6)
+    whitened = np.array([1, 1, -1, -1]) * (3 / 4) ** 0.5
+    assert np.concatenate([s.loss("advantage") for s in samples]) == pytest.approx(whitened, abs=1e-6)
     assert [s.loss("cov_rank").tolist() for s in samples] == [[0.25], [0.5], [1.0, 0.0]]

@@ -27,8 +27,8 @@ from fixture_p import (
     trainable,
     unreduced_gradient,
 )
+from short_settings import algorithm_with
 
-from kitae.algorithms.config import AlgorithmConfig
 from kitae.algorithms.corrections import CORRECTIONS
 from kitae.algorithms.covariance import covariance_ranks
 from kitae.algorithms.regularisers import REGULARISERS
@@ -41,7 +41,7 @@ CLIPPED = [-1.2, -0.7, 0.8, 1.1, 1.5, 4.0]  # losses of PPO's clip at 0.2
 def weights(correction: str, **settings: Any) -> list[float]:
     """What a correction gives on fixture P."""
     objective = make_objective(**{**PLAIN, "correction": correction, **settings})
-    (function,) = STAGES["correction"].resolve(correction, objective.config.model_dump()).values()
+    (function,) = STAGES["correction"].resolve(objective.config.correction, 8).values()
     found: list[float] = function(tokens_p(objective)).tolist()
     return found
 
@@ -50,7 +50,7 @@ def weights(correction: str, **settings: Any) -> list[float]:
 
 
 def test_length_penalty_is_relative_to_the_longest_response_of_the_group() -> None:
-    objective = make_objective(**{**PLAIN, "advantage": "reward"}, length_penalty=0.5, reward_scale=2.0)
+    objective = make_objective(**{**PLAIN, "advantage": "reward"}, length_penalty=0.5, shaping_scale=2.0)
     groups = (
         make_group([1.0, 0.0, 1.0], lengths=[2, 4, 1]),
         make_group([1.0, 0.0], group=1, lengths=[8, 2]),
@@ -62,9 +62,7 @@ def test_length_penalty_is_relative_to_the_longest_response_of_the_group() -> No
 
 
 def test_an_empty_response_has_no_length_to_pay_for() -> None:
-    (function,) = (
-        STAGES["shaping"].resolve("standard", {**AlgorithmConfig().model_dump(), "length_penalty": 1.0}).values()
-    )
+    (function,) = STAGES["shaping"].resolve(algorithm_with(length_penalty=1.0).shaping, 8).values()
     step = StepRewards(f32([1, 0]), np.array([0, 0]), np.zeros(2, dtype=bool), np.array([3, 3]), 8)
     assert function(step).tolist() == [1.0, 0.0]
 
@@ -83,7 +81,7 @@ def test_geometric_mean_as_a_weight() -> None:
     assert weights("geometric-tis") == pytest.approx([first] * 2 + [second] * 4)
     assert weights("geometric-tis", correction_cap=1.5) == pytest.approx([1.5] * 2 + [second] * 4)
     far = replace(tokens_p(make_objective(**PLAIN)), logp_mu_N=torch.zeros(6))  # w = 0.2 everywhere
-    found = CORRECTIONS["geometric-tis"](far, correction_floor=0.3, correction_cap=2.0)
+    found = CORRECTIONS["geometric-tis"](far, floor=0.3, cap=2.0)
     assert found.tolist() == pytest.approx([0.3] * 6)
 
 
@@ -163,7 +161,7 @@ def test_likelihood_of_correct_responses_beside_the_loss() -> None:
     without = loss_of(make_objective(**PLAIN), tokens)[1]
     assert (gradient - without).tolist() == pytest.approx([-0.5 / 6] * 2 + [0] * 4)
     assert metrics["sft_loss"] == pytest.approx(-sum(logp) / 2)
-    both = make_objective(**PLAIN, sft_coef=0.5, correct_above=-2.0)
+    both = make_objective(**PLAIN, sft_coef=0.5, sft_correct_above=-2.0)
     assert (loss_of(both, tokens)[1] - without).tolist() == pytest.approx([-0.5 / 6] * 6)
 
 

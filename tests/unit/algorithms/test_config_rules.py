@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,11 +10,12 @@ from typing import Any
 import pytest
 from objective import GROUP_ADVANTAGES, NO_BASELINE, TOKEN_ADVANTAGES, Objective
 from pydantic import ValidationError
+from short_settings import algorithm_of, algorithm_with, spelled
 
 from kitae.algorithms.config import AlgorithmConfig
-from kitae.algorithms.presets import BASE, PRESETS
+from kitae.algorithms.presets import PRESETS
 from kitae.algorithms.stages import STAGES, keyword_settings
-from kitae.config.recipe import load_config, override_config, parse_config
+from kitae.config.recipe import load_config, make_config, override_config, parse_config
 from kitae.config.root import RLConfig
 from kitae.errors import ConfigError
 
@@ -26,7 +28,7 @@ TAUGHT: dict[str, dict[str, Any]] = {
 
 def resolve(algorithm: Mapping[str, Any], **sections: Any) -> RLConfig:
     method = TAUGHT.get(str(algorithm.get("preset")), {})
-    return parse_config({"method": method, "data": {"task": "reverse"}, "algorithm": dict(algorithm), **sections})
+    return parse_config({"method": method, "data": {"task": "reverse"}, "algorithm": spelled(algorithm), **sections})
 
 
 def refused(algorithm: Mapping[str, Any], **sections: Any) -> str:
@@ -39,30 +41,33 @@ def refused(algorithm: Mapping[str, Any], **sections: Any) -> str:
 
 FROZEN = {"reference": "frozen"}
 CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
-    ({"dual_clip": 1.2}, "algorithm.dual_clip must exceed 1 + clip_high = 1.2, got 1.2"),
-    ({"clip_high": 0.3, "dual_clip": 1.25}, "algorithm.dual_clip must exceed 1 + clip_high = 1.3, got 1.25"),
+    ({"dual_clip": 1.2}, "algorithm.gate.dual_clip must exceed 1 + clip_high = 1.2, got 1.2"),
+    ({"clip_high": 0.3, "dual_clip": 1.25}, "algorithm.gate.dual_clip must exceed 1 + clip_high = 1.3, got 1.25"),
     # A clip for tokens on the mean ratio of a sequence.
     (
         {"preset": "gspo", "clip_high": 0.2},
-        "algorithm.clip_high must be at most 0.05 with ratio 'sequence-mean', got 0.2",
+        "algorithm.gate.clip_high must be at most 0.05 with ratio 'sequence-mean', got 0.2",
     ),
     (
         {"preset": "gspo", "clip_low": 0.06},
-        "algorithm.clip_low must be at most 0.05 with ratio 'sequence-mean', got 0.06",
+        "algorithm.gate.clip_low must be at most 0.05 with ratio 'sequence-mean', got 0.06",
     ),
     (
         {"ratio": "sequence-mean-token"},
-        "algorithm.clip_low must be at most 0.05 with ratio 'sequence-mean-token', got 0.2",
+        "algorithm.gate.clip_low must be at most 0.05 with ratio 'sequence-mean-token', got 0.2",
     ),
-    ({"ratio": "sequence-mean", "gate": "mask"}, "algorithm.clip_low must be at most 0.05 with ratio 'sequence-mean'"),
+    (
+        {"ratio": "sequence-mean", "gate": "mask"},
+        "algorithm.gate.clip_low must be at most 0.05 with ratio 'sequence-mean'",
+    ),
     # A cap that is meant as 1 + ε.
     (
         {"preset": "cispo", "weight_cap": 0.2},
-        "algorithm.weight_cap must be at least 1 with gate 'weight-clip', got 0.2",
+        "algorithm.gate.weight_cap must be at least 1, got 0.2: it is a ratio",
     ),
     (
         {"preset": "cispo", "weight_cap": 0.999},
-        "algorithm.weight_cap must be at least 1 with gate 'weight-clip', got 0.999",
+        "algorithm.gate.weight_cap must be at least 1, got 0.999",
     ),
     # The mismatch counted twice.
     *(
@@ -78,39 +83,39 @@ CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
     ({"correction": "tis+icepop"}, "algorithm.correction may contain one importance weight, got 'tis+icepop'"),
     ({"correction": "none+opsm"}, "algorithm.correction 'none' cannot be combined, got 'none+opsm'"),
     # Bounds the wrong way round.
-    ({"preset": "icepop", "correction_low": 5.0}, "algorithm.correction_low must be below correction_high = 5, got 5"),
+    ({"preset": "icepop", "correction_low": 5.0}, "algorithm.correction.low must be below high = 5, got 5"),
     (
         {"preset": "icepop", "correction_high": 0.4},
-        "algorithm.correction_low must be below correction_high = 0.4, got 0.5",
+        "algorithm.correction.low must be below high = 0.4, got 0.5",
     ),
     (
         {"correction": "geometric", "geometric_low": 1.5},
-        "algorithm.geometric_low must be below geometric_high = 1.01, got 1.5",
+        "algorithm.correction.geometric_low must be below geometric_high = 1.01, got 1.5",
     ),
     # Bands and ranges that have no place for a ratio of 1, which says that nothing is wrong.
     (
         {"preset": "icepop", "correction_low": 1.5},
-        "algorithm.correction_low must be at most 1, got 1.5: where engine and trainer agree, the weight is 1",
+        "algorithm.correction.low must be at most 1, got 1.5: where engine and trainer agree, the weight is 1",
     ),
     (
         {"preset": "icepop", "correction_high": 0.9},
-        "algorithm.correction_high must be at least 1, got 0.9: where engine and trainer agree, the weight is 1",
+        "algorithm.correction.high must be at least 1, got 0.9: where engine and trainer agree, the weight is 1",
     ),
     (
         {"correction": "geometric", "geometric_low": 1.001},
-        "algorithm.geometric_low must be at most 1, got 1.001",
+        "algorithm.correction.geometric_low must be at most 1, got 1.001",
     ),
     (
         {"correction": "geometric", "geometric_high": 0.999, "geometric_low": 0.5},
-        "algorithm.geometric_high must be at least 1, got 0.999",
+        "algorithm.correction.geometric_high must be at least 1, got 0.999",
     ),
     (
         {"preset": "stale-asymmetric", "reject_below": 0.5},
-        "algorithm.reject_below must be below weight_floor = 0.5, got 0.5: the floor would never act",
+        "algorithm.gate.reject_below must be below weight_floor = 0.5, got 0.5: the floor would never act",
     ),
     (
         {"correction": "veto", "veto_low": 2.0, "veto_high": 3.0},
-        "algorithm.veto_low must be at most 1, got 2",
+        "algorithm.correction.veto_low must be at most 1, got 2",
     ),
     ({"correction": "tis+geometric-tis"}, "algorithm.correction may contain one importance weight"),
     ({"anchor": "behaviour", "correction": "geometric-tis"}, "must be 'none' with anchor 'behaviour'"),
@@ -120,29 +125,38 @@ CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
     ),
     ({"correction": "total", "gate": "kl-cov"}, "'total' contains π_θ / π_old, and so does gate 'kl-cov'"),
     # Constant length without a length.
-    ({"aggregation": "constant-length"}, "'constant-length' needs algorithm.constant_length: a number of tokens, or"),
     (
-        {"preset": "dr-grpo", "constant_length": 0},
-        "algorithm.constant_length must be a number of tokens, or 'max_tokens', got 0",
+        {"aggregation": "constant-length"},
+        "algorithm.aggregation 'constant-length' needs the setting algorithm.aggregation.length: ",
+    ),
+    (
+        {"preset": "dr-grpo", "aggregation_length": 0},
+        "algorithm.aggregation.length must be a number of tokens, or 'max_tokens', got 0",
     ),
     # Statistics of samples on advantages of tokens.
     *(
-        ({"preset": preset, "whiten": whiten}, f"algorithm.whiten '{whiten}' needs one advantage per sample")
+        ({"preset": preset, "whiten": whiten}, f"algorithm.advantage.whiten '{whiten}' needs one advantage per sample")
         for preset in ("ppo", "remax", "reinforce++")
         for whiten in ("samples", "scale")
     ),
     # KL.
     ({"kl": "k1", "kl_coef": 0.1, **FROZEN}, "algorithm.kl 'k1' in the loss has an expected gradient of zero"),
     *(
-        ({"preset": "rloo", "kl": kind}, f"algorithm.kl must be 'k1' with kl_in 'reward', got '{kind}'")
+        ({"preset": "rloo", "kl": kind}, f"algorithm.kl must be 'k1' with kl.into 'reward', got '{kind}'")
         for kind in ("k2", "k3", "k1-ratio", "k2-ratio", "k3-ratio")
     ),
-    ({"preset": "maxrl", "reward_bias": -0.5}, "algorithm.reward_bias must not be negative"),
-    ({"preset": "maxrl", "reward_norm": "batch"}, "algorithm.reward_norm must be 'none' with advantage 'mean-scaled'"),
+    ({"preset": "maxrl", "shaping_bias": -0.5}, "algorithm.shaping.bias must not be negative"),
+    (
+        {"preset": "maxrl", "shaping_norm": "batch"},
+        "algorithm.shaping.norm must be 'none' with advantage 'mean-scaled'",
+    ),
     ({"preset": "dppo", "ratio": "sequence-mean"}, "algorithm.ratio must be 'token' with gate 'divergence-mask'"),
     ({"preset": "gmpo", "ratio": "sequence-mean"}, "algorithm.ratio must be 'token' with gate 'geometric-clip'"),
-    ({"correction_cap": 0.5}, "algorithm.correction_cap must be at least 1, got 0.5"),
-    ({"preset": "stale-asymmetric", "weight_cap": 0.5}, "algorithm.weight_cap must be at least 1 with gate 'asymm"),
+    ({"correction_cap": 0.5}, "algorithm.correction.cap must be at least 1, got 0.5"),
+    (
+        {"preset": "stale-asymmetric", "weight_cap": 0.5},
+        "algorithm.gate.weight_cap must be at least 1, got 0.5",
+    ),
     # The one ratio of a response counted once for each of its tokens.
     *(
         (
@@ -154,21 +168,24 @@ CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
             ("none", "token-sum", {}),
             ("none", "token-mean", {}),
             ("sigmoid", "prompt-mean", {}),
-            ("clip", "constant-length", {"constant_length": 8}),
+            ("clip", "constant-length", {"aggregation_length": 8}),
         )
     ),
     (
-        {"preset": "raft", "kl": "k1", "kl_in": "reward", "kl_coef": 5.0, **FROZEN},
-        "algorithm.kl_in 'reward' does nothing with advantage 'one'",
+        {"preset": "raft", "kl": "k1", "kl_into": "reward", "kl_coef": 5.0, **FROZEN},
+        "algorithm.kl.into 'reward' does nothing with advantage 'one'",
     ),
-    ({"preset": "raft", "overlong_buffer": 4}, "algorithm.overlong_buffer is set to 4, but nothing reads it"),
-    ({"preset": "pass-at-k", "reward_norm": "batch"}, "algorithm.reward_norm is set to 'batch', but nothing reads it"),
+    ({"preset": "raft", "overlong_buffer": 4}, "algorithm.shaping.overlong_buffer is set to 4, but nothing reads it"),
     (
-        {"aggregation": "constant-length", "constant_length": True},
-        "algorithm.constant_length must be a number of tokens, or 'max_tokens', got True",
+        {"preset": "pass-at-k", "shaping_norm": "batch"},
+        "algorithm.shaping.norm is set to 'batch', but nothing reads it",
+    ),
+    (
+        {"aggregation": "constant-length", "aggregation_length": True},
+        "algorithm.aggregation.length: must be a number, got true",
     ),
     ({"correction": "tis+mine.py:f"}, "a function of your own stands alone"),
-    ({"kl_coef": 0.1}, "algorithm.kl_coef is 0.1, but algorithm.reference is 'none': a KL term needs a reference"),
+    ({"kl_coef": 0.1}, "algorithm.kl.coef is 0.1, but algorithm.reference is 'none': a KL term needs a reference"),
 ]
 
 
@@ -185,16 +202,16 @@ def test_contradictions_are_refused(algorithm: dict[str, Any], message: str) -> 
         {"ratio": "sequence-product", "aggregation": "seq-mean-token-mean"},
         {"preset": "cispo", "weight_cap": 1.0},
         {"preset": "stale-asymmetric", "weight_cap": 1.0},
-        {"preset": "maxrl", "reward_bias": 0.5},
+        {"preset": "maxrl", "shaping_bias": 0.5},
         {"anchor": "behaviour", "correction": "opsm"},
         {"anchor": "behaviour", "correction": "geometric+opsm"},
         {"correction": "tis+geometric+opsm"},
         {"gate": "likelihood", "correction": "total"},
-        {"aggregation": "constant-length", "constant_length": 1},
-        {"aggregation": "constant-length", "constant_length": "max_tokens"},
+        {"aggregation": "constant-length", "aggregation_length": 1},
+        {"aggregation": "constant-length", "aggregation_length": "max_tokens"},
         {"preset": "reinforce++", "whiten": "tokens"},
         {"kl": "k1-ratio", "kl_coef": 0.1, **FROZEN},
-        {"kl": "k1", "kl_coef": 0.1, "kl_in": "reward", **FROZEN},
+        {"kl": "k1", "kl_coef": 0.1, "kl_into": "reward", **FROZEN},
         {"kl_coef": 0.1, "reference": "ema", "reference_mix": 0.5, "reference_every": 10},
         {"reference": "none"},
         {"preset": "rloo", "kl_coef": 0.0, "reference": "none"},
@@ -204,9 +221,9 @@ def test_contradictions_are_refused(algorithm: dict[str, Any], message: str) -> 
 )
 def test_just_inside_the_rules_is_accepted(algorithm: dict[str, Any]) -> None:
     config = resolve(algorithm).algorithm
-    assert {key: getattr(config, key) for key in algorithm if key != "reference"} == {
-        key: value for key, value in algorithm.items() if key != "reference"
-    }
+    given = {key: table for key, table in spelled(algorithm).items() if key not in ("preset", "reference")}
+    for key, table in given.items():
+        assert table.items() <= dict(getattr(config, key)).items()
     Objective(config, 64)
 
 
@@ -217,36 +234,43 @@ def test_a_reference_that_is_taken_away_from_a_kl_term_is_refused() -> None:
 @pytest.mark.parametrize(
     ("algorithm", "message"),
     [
-        ({"clip_low": 1.0}, "algorithm.clip_low: input should be less than 1, got 1.0"),
-        ({"clip_high": 0}, "algorithm.clip_high: input should be greater than 0, got 0"),
-        ({"dual_clip": -1}, "algorithm.dual_clip: input should be greater than or equal to 0, got -1"),
-        ({"preset": "ppo", "gamma": 1.1}, "algorithm.gamma: input should be less than or equal to 1, got 1.1"),
-        ({"preset": "ppo", "gae_lambda": -0.1}, "algorithm.gae_lambda: input should be greater than or equal to 0"),
+        ({"clip_low": 1.0}, "algorithm.gate.clip_low: input should be less than 1, got 1.0"),
+        ({"clip_high": 0}, "algorithm.gate.clip_high: input should be greater than 0, got 0"),
+        ({"dual_clip": -1}, "algorithm.gate.dual_clip: input should be greater than or equal to 0, got -1"),
+        (
+            {"preset": "ppo", "gamma": 1.1},
+            "algorithm.advantage.gamma: input should be less than or equal to 1, got 1.1",
+        ),
+        (
+            {"preset": "ppo", "gae_lambda": -0.1},
+            "algorithm.advantage.gae_lambda: input should be greater than or equal to 0",
+        ),
         (
             {"preset": "stale-asymmetric", "weight_floor": 1.5},
-            "algorithm.weight_floor: input should be less than or equal",
+            "algorithm.gate.weight_floor: input should be less than or equal",
         ),
         (
             {"preset": "stale-asymmetric", "reject_below": 1},
-            "algorithm.reject_below: input should be less than 1, got 1",
+            "algorithm.gate.reject_below: input should be less than 1, got 1",
         ),
-        ({"preset": "dppo", "tv_limit": 0}, "algorithm.tv_limit: input should be greater than 0, got 0"),
-        ({"preset": "sapo", "tau_positive": 0}, "algorithm.tau_positive: input should be greater than 0, got 0"),
-        ({"advantage_ddof": 2}, "algorithm.advantage_ddof: input should be 0 or 1, got 2"),
-        ({"reward_scale": 0}, "algorithm.reward_scale: input should be greater than 0, got 0"),
-        ({"kl_coef": -0.1}, "algorithm.kl_coef: input should be greater than or equal to 0, got -0.1"),
-        ({"kl_coef": float("nan"), **FROZEN}, "algorithm.kl_coef: input should be a finite number, got NaN"),
+        ({"preset": "dppo", "tv_limit": 0}, "algorithm.gate.tv_limit: input should be greater than 0, got 0"),
+        ({"preset": "sapo", "tau_positive": 0}, "algorithm.gate.tau_positive: input should be greater than 0, got 0"),
+        ({"advantage_ddof": 2}, "algorithm.advantage.ddof: input should be 0 or 1, got 2"),
+        ({"shaping_scale": 0}, "algorithm.shaping.scale: input should be greater than 0, got 0"),
+        ({"kl_coef": -0.1}, "algorithm.kl.coef: input should be greater than or equal to 0, got -0.1"),
+        ({"kl_coef": float("nan"), **FROZEN}, "algorithm.kl.coef: input should be a finite number, got NaN"),
+        ({"truncation": "cut"}, "or 'keep', 'mask' or 'drop', got 'cut'"),
+        ({"truncation": True}, "or 'keep', 'mask' or 'drop', got True"),
         (
-            {"truncation": "cut"},
-            "algorithm.truncation: input should be 'keep', 'reward', 'mask' or 'drop', got \"cut\"",
+            {"gate": {"clip": 0.2}},
+            "but gate 'clip' has no such setting: it has clip_low, clip_high, dual_clip; did you",
         ),
-        ({"whiten": "batch"}, "algorithm.whiten: input should be 'none', 'tokens', 'samples' or 'scale'"),
-        ({"anchor": "new"}, "algorithm.anchor: input should be 'old', 'behaviour' or 'interpolated'"),
-        ({"correction_floor": 1.1}, "algorithm.correction_floor: input should be less than or equal to 1, got 1.1"),
-        ({"preset": "kl-cov", "cov_share": 0}, "algorithm.cov_share: input should be greater than 0, got 0"),
-        ({"preset": "kl-cov", "cov_share": 1.5}, "algorithm.cov_share: input should be less than or equal to 1"),
-        ({"sft_coef": -1}, "algorithm.sft_coef: input should be greater than or equal to 0, got -1"),
-        ({"clip": 0.2}, "unknown key algorithm.clip; did you mean algorithm.clip_low?"),
+        ({"whiten": "batch"}, "algorithm.advantage.whiten: input should be 'none', 'tokens', 'samples' or 'scale'"),
+        ({"anchor": "new"}, "algorithm.ratio.anchor: input should be 'old', 'behaviour' or 'interpolated'"),
+        ({"correction_floor": 1.1}, "algorithm.correction.floor: input should be less than or equal to 1, got 1.1"),
+        ({"preset": "kl-cov", "cov_share": 0}, "algorithm.gate.cov_share: input should be greater than 0, got 0"),
+        ({"preset": "kl-cov", "cov_share": 1.5}, "algorithm.gate.cov_share: input should be less than or equal to 1"),
+        ({"sft_coef": -1}, "algorithm.sft.coef: input should be greater than or equal to 0, got -1"),
     ],
 )
 def test_values_out_of_bounds_are_refused(algorithm: dict[str, Any], message: str) -> None:
@@ -302,23 +326,23 @@ def test_a_group_baseline_needs_two_samples(advantage: str) -> None:
             "training.group_size must be at least 2 for filter 'zero-variance', got 1: it would drop every group",
         ),
         (
-            {"preset": "pass-at-k", "pass_k": 9},
+            {"preset": "pass-at-k", "advantage_k": 9},
             training(group_size=8),
             "training.group_size = 8, got 9",
         ),
         (
             {"preset": "ppo", "critic_warmup": 4},
             training(),
-            "algorithm.critic_warmup must be below training.steps = 4, got 4: the policy would never learn",
+            "algorithm.critic.warmup must be below training.steps = 4, got 4: the policy would never learn",
         ),
         (
             {"overlong_buffer": 65},
             {},
-            "algorithm.overlong_buffer must be at most sampling.max_tokens = 64, got 65",
+            "algorithm.shaping.overlong_buffer must be at most sampling.max_tokens = 64, got 65",
         ),
         (
             {"filter": "none"},
-            {"pipeline": {"refill": True}},
+            {"pipeline": {"refill": 3}},
             "pipeline.refill replaces dropped groups, but algorithm.filter = 'none' drops none",
         ),
         (
@@ -341,7 +365,7 @@ def test_a_combined_filter_that_would_drop_everything_is_refused() -> None:
 
 def test_truncation_that_drops_groups_may_be_refilled() -> None:
     for truncation in ("drop", "mask"):
-        assert resolve({"truncation": truncation}, pipeline={"refill": True}).pipeline.refill
+        assert resolve({"truncation": truncation}, pipeline={"refill": 3}).pipeline.refill.most
 
 
 # Settings that nothing reads.
@@ -350,54 +374,76 @@ def test_truncation_that_drops_groups_may_be_refilled() -> None:
 @pytest.mark.thorough(keep=12)
 @pytest.mark.parametrize("preset", PRESETS)
 def test_settings_that_nothing_reads_are_unset_by_a_preset_and_refused_from_a_recipe(preset: str) -> None:
-    resolved = AlgorithmConfig(preset=preset).model_dump()
-    idle = [key for key, value in resolved.items() if value is None]
+    config = AlgorithmConfig(preset=preset)
+    idle = [key for key, value in config.leaves() if value is None]
     assert idle
-    for key in idle:
-        value = {"constant_length": 64, "reference": "frozen"}.get(key, BASE.get(key))
+    usual = {**dict(AlgorithmConfig.usual()), "ratio.name": "token", "kl.name": "k2", "shaping.name": "standard"}
+    for path in idle:
+        table, key = path.split(".")
+        value = "frozen" if path == "reference.name" else usual[path]
         with pytest.raises(ValidationError) as caught:
-            AlgorithmConfig.model_validate({"preset": preset, key: value})
-        message = str(caught.value)
-        assert f"algorithm.{key} is set to {value!r}, but nothing reads it; it belongs to " in message
+            AlgorithmConfig.model_validate({"preset": preset, table: {key: value}})
+        message = f"algorithm.{table}.{key} is set to {value!r}, but nothing reads it; it belongs to "
+        assert message in str(caught.value)
+
+
+def test_a_setting_of_another_function_is_refused_with_those_of_the_chosen_one() -> None:
+    assert refused({"gate": {"name": "sigmoid", "clip_low": 0.1}}) == (
+        "algorithm.gate.clip_low is set to 0.1, but gate 'sigmoid' has no such setting: it has tau_positive, "
+        "tau_negative; clip_low belongs to gate 'clip', 'mask', 'geometric-clip', 'clip-cov'"
+    )
+    assert "it has none; cap belongs to correction 'tis', 'sequence-tis'" in refused({"correction": "none", "cap": 2.0})
+    assert "it has clip_low, clip_high; did you mean 'clip_low'?" in refused({"gate": {"name": "mask", "clip_lo": 1}})
+    assert "algorithm.kl.beta is set to 1, but kl 'k2' has no such setting: it has none" in refused({"kl": {"beta": 1}})
 
 
 def test_who_would_read_a_setting_is_named() -> None:
     cases = {
-        "tau_positive": "gate 'sigmoid'",
-        "pass_k": "advantage 'pass-at-k'",
-        "geometric_low": "correction 'geometric'",
-        "constant_length": "aggregation 'constant-length'",
-        "truncation_reward": "truncation = 'reward'",
-        "kl_in": "kl_coef above 0",
-        "reference_mix": "reference = 'ema'",
-        "entropy_rate": "entropy_target above 0",
-        "critic_lr": "advantage = 'gae'",
-        "weight_cap": "gate 'weight-clip', gate 'asymmetric'",
+        "kl_into": ("reward", "kl.coef above 0"),
+        "entropy_rate": (0.01, "entropy.target above 0"),
+        "critic_lr": (1e-5, "advantage 'gae', or one of your own that needs values"),
+        "sft_correct_above": (0.0, "sft.coef above 0"),
     }
-    for key, readers in cases.items():
-        value = 64 if key == "constant_length" else BASE[key]
+    for key, (value, readers) in cases.items():
         assert f"nothing reads it; it belongs to {readers}" in refused({key: value}), key
-    assert "it belongs to gates other than 'likelihood'" in refused({"gate": "likelihood", "ratio": "token"})
-    assert "it belongs to kl_target above 0" in refused({"kl_coef": 0.1, "kl_horizon": 5.0, **FROZEN})
-    assert "reference = 'ema' or 'reset'" in refused({"kl_coef": 0.1, "reference_every": 5, **FROZEN})
+    assert "it belongs to gates that read a ratio" in refused({"gate": "likelihood", "ratio": "token"})
+    assert "it belongs to kl.target above 0" in refused({"kl_coef": 0.1, "kl_horizon": 5.0, **FROZEN})
+    assert "reference 'ema' or 'reset'" in refused({"kl_coef": 0.1, "reference_every": 5, **FROZEN})
+    assert "it belongs to reference 'ema'" in refused({"kl_coef": 0.1, "reference": "reset", "reference_mix": 0.5})
 
 
 def test_what_is_resolved_is_exactly_what_the_chosen_functions_read() -> None:
-    """Every setting in the signature of a chosen function is there, for every preset."""
+    """Every setting in the signature of a chosen function is there, for every preset, and no other."""
     for preset in PRESETS:
         config = AlgorithmConfig(preset=preset)
         for key, stage in STAGES.items():
-            value = getattr(config, key)
-            if value is None:
+            table = config.choice(key)
+            if table.name is None:
                 assert (
-                    (key, config.gate) in (("ratio", "likelihood"), ("ratio", "divergence"))
-                    or (key == "kl" and not config.kl_coef)
-                    or (key == "shaping" and config.advantage in ("one", "pass-at-k"))
+                    (key, config.gate.name) in (("ratio", "likelihood"), ("ratio", "divergence"))
+                    or (key == "kl" and not config.kl.coef)
+                    or (key == "shaping" and config.advantage.name in ("one", "pass-at-k"))
                 )
                 continue
-            for name in stage.names(value):
-                for setting in keyword_settings(stage.choices[name]):
-                    assert getattr(config, setting) is not None, (preset, key, setting)
+            read = {setting for name in stage.names(table.name) for setting in keyword_settings(stage.choices[name])}
+            assert set(dict(table)) == read | set(stage.base.model_fields)
+            assert all(table.setting(setting) is not None for setting in read)
+
+
+@pytest.mark.parametrize("key", STAGES)
+def test_every_setting_of_a_built_in_function_has_a_type_and_a_description(key: str) -> None:
+    for name in STAGES[key].choices:
+        for setting, info in STAGES[key].table(name).model_fields.items():
+            assert setting == "name" or info.description, (name, setting)
+
+
+def test_numbers_of_a_preset_hold_for_every_function_that_has_them() -> None:
+    assert algorithm_with(preset="dapo", gate="mask").gate.setting("clip_high") == 0.28
+    assert dict(algorithm_with(preset="dapo", gate="sigmoid").gate) == {
+        "name": "sigmoid",
+        "tau_positive": 1.0,
+        "tau_negative": 1.05,
+    }
 
 
 # A resolved config is a config.
@@ -417,7 +463,8 @@ def test_a_resolved_config_reads_back_as_itself(preset: str) -> None:
 @pytest.mark.parametrize(("algorithm", "message"), CONTRADICTIONS[:3], ids=lambda x: str(x)[:40])
 def test_a_saved_config_is_checked_again(algorithm: dict[str, Any], message: str) -> None:
     saved = json.loads(resolve({"preset": algorithm.get("preset", "grpo")}).to_json())
-    saved["algorithm"] |= algorithm
+    for key, table in spelled(algorithm).items():
+        saved["algorithm"][key] = {**saved["algorithm"][key], **table} if isinstance(table, dict) else table
     with pytest.raises(ConfigError, match="must"):
         parse_config(saved)
 
@@ -430,16 +477,41 @@ def recipe(tmp_path: Path) -> Path:
     file = tmp_path / "mine.toml"
     file.write_text(
         '[data]\ntask = "sort"\n[training]\nlr = 3e-6\n'
-        '[algorithm]\npreset = "dapo"\nclip_high = 0.4\noverlong_buffer = 16\nentropy_coef = 0.01\n'
+        '[algorithm]\npreset = "dapo"\ngate.clip_high = 0.4\nshaping.overlong_buffer = 16\nentropy.coef = 0.01\n'
     )
     return file
 
 
 def test_a_recipe_changes_single_choices_of_its_preset(recipe: Path) -> None:
     config = load_config(recipe).algorithm
-    assert (config.preset, config.clip_low, config.clip_high, config.filter) == ("dapo", 0.2, 0.4, "zero-variance")
-    assert load_config(recipe, ["algorithm.clip_high=0.3"]).algorithm.clip_high == 0.3
-    assert load_config(recipe, ["algorithm.clip_high=0.3"]).algorithm.overlong_buffer == 16
+    assert (config.preset, config.filter.name) == ("dapo", "zero-variance")
+    assert dict(config.gate) == {"name": "clip", "clip_low": 0.2, "clip_high": 0.4, "dual_clip": 0.0}
+    changed = load_config(recipe, ["algorithm.gate.clip_high=0.3"]).algorithm
+    assert (changed.gate.setting("clip_high"), changed.shaping.setting("overlong_buffer")) == (0.3, 16)
+
+
+def test_a_choice_on_the_command_line_keeps_the_settings_beside_it(recipe: Path) -> None:
+    for overrides in (["algorithm.gate=mask"], ["algorithm.gate.name=mask"]):
+        config = load_config(recipe, overrides).algorithm
+        assert dict(config.gate) == {"name": "mask", "clip_low": 0.2, "clip_high": 0.4}
+    with pytest.raises(ConfigError, match=r"clip_high is set to 0\.4, but gate 'sigmoid' has no such setting"):
+        load_config(recipe, ["algorithm.gate=sigmoid"])
+    whole = load_config(recipe, ['algorithm.gate={name="sigmoid", tau_positive=2}']).algorithm
+    assert dict(whole.gate) == {"name": "sigmoid", "tau_positive": 2.0, "tau_negative": 1.05}
+
+
+def test_a_choice_and_its_settings_may_be_given_in_any_order(recipe: Path) -> None:
+    for overrides in itertools.permutations(["algorithm.filter=all-wrong", "algorithm.filter.correct_above=0.7"]):
+        config = load_config(recipe, overrides).algorithm
+        assert dict(config.filter) == {"name": "all-wrong", "correct_above": 0.7}
+
+
+def test_settings_of_a_python_caller_are_tables_too(recipe: Path) -> None:
+    values = tomllib.loads(recipe.read_text())
+    config = make_config(values, settings={"algorithm": {"gate": {"clip_low": 0.1}, "filter": "none"}})
+    assert isinstance(config, RLConfig)
+    assert dict(config.algorithm.gate) == {"name": "clip", "clip_low": 0.1, "clip_high": 0.4, "dual_clip": 0.0}
+    assert config.algorithm.filter.name == "none"
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -452,12 +524,12 @@ def test_a_preset_on_the_command_line_replaces_the_recipes_choices(recipe: Path,
 
 @pytest.mark.parametrize(
     "overrides",
-    [*itertools.permutations(["algorithm.preset=cispo", "algorithm.weight_cap=2.0", "algorithm.filter=none"])],
+    [*itertools.permutations(["algorithm.preset=cispo", "algorithm.gate.weight_cap=2.0", "algorithm.filter=none"])],
 )
 def test_choices_given_with_a_preset_are_kept_in_any_order(recipe: Path, overrides: list[str]) -> None:
     config = load_config(recipe, overrides).algorithm
-    assert config == AlgorithmConfig.model_validate({"preset": "cispo", "weight_cap": 2.0, "filter": "none"})
-    assert (config.overlong_buffer, config.entropy_coef) == (0, 0)
+    assert config == algorithm_of({"preset": "cispo", "weight_cap": 2.0, "filter": "none"})
+    assert (config.shaping.setting("overlong_buffer"), config.entropy.coef) == (0, 0)
 
 
 def test_a_preset_replaces_the_choices_of_a_resolved_config_too(recipe: Path) -> None:
@@ -467,4 +539,4 @@ def test_a_preset_replaces_the_choices_of_a_resolved_config_too(recipe: Path) ->
 
 def test_a_single_choice_of_a_resolved_config_may_be_changed(recipe: Path) -> None:
     config = override_config(resolve({"preset": "grpo"}), ["algorithm.gate=sigmoid"])
-    assert config.algorithm == AlgorithmConfig.model_validate({"preset": "grpo", "gate": "sigmoid"})
+    assert config.algorithm == algorithm_of({"preset": "grpo", "gate": "sigmoid"})

@@ -23,7 +23,7 @@ from fixture_p import (
     with_numbers,
 )
 
-from kitae.algorithms.advantages import SequenceRewards, gae
+from kitae.algorithms.advantages import SequenceRewards, gae, whiten
 from kitae.algorithms.filters import has_variance
 from kitae.algorithms.reward_shaping import Moments, overlong_penalty
 from kitae.rl.buffer import Buffer, SlotResult
@@ -117,7 +117,7 @@ def test_equal_rewards_are_equal_whatever_their_float_deviation_is() -> None:
 @covers("01_vs_pm1")
 def test_zero_one_and_plus_minus_one_rewards() -> None:
     example = EXAMPLES["01_vs_pm1"]
-    raw = {"preset": "reinforce", "reward_bias": 0.0, "reward_scale": 1.0}
+    raw = {"preset": "reinforce", "shaping_bias": 0.0, "shaping_scale": 1.0}
     assert group_advantages(SCORES["A"], **raw)[1] == example["reinforce_01_wrong"], "no signal from a wrong answer"
     assert group_advantages(SCORES["A"], preset="reinforce")[1] == example["reinforce_pm1_wrong"]
     assert zscores(SCORES["A"]) == close(example["grpo01"], 4e-6)
@@ -206,8 +206,10 @@ def test_returns_whitened_over_all_tokens() -> None:
     moments = Moments().add(f32(flat(returns)))
     assert (moments.mean, moments.std) == close((example["mean"], example["std0"]))
     assert np.std(flat(returns), ddof=1) == close(example["std1"])
+    assert flat(found()) == close(flat(example["adv_ddof1"]), 4e-6)
     for ddof in (0, 1):
-        assert flat(found(advantage_ddof=ddof)) == close(flat(example[f"adv_ddof{ddof}"]), 4e-6)
+        white = whiten([f32(row) for row in returns], "tokens", ddof)
+        assert flat(row.tolist() for row in white) == close(flat(example[f"adv_ddof{ddof}"]), 4e-6)
 
 
 @covers("reinforce_pp_baseline")
@@ -222,11 +224,12 @@ def test_whitening_by_sample_leaves_groups_without_signal_at_zero() -> None:
     assert of_samples(centred) == close(example["centered"])
     moments = Moments().add(f32(flat(centred)))
     assert (moments.mean, moments.std**2) == close((example["tok_mean"], example["tok_var0"]))
-    by_sample = of_samples(found(whiten="samples", advantage_ddof=0))
+    rows = [f32(row) for row in centred]
+    by_sample = of_samples([row.tolist() for row in whiten(rows, "samples", 0)])
     assert by_sample == close(example["seq_level_ddof0"])
     assert by_sample[2:] == [0, 0]
     for ddof in (0, 1):
-        by_token = of_samples(found(whiten="tokens", advantage_ddof=ddof))
+        by_token = of_samples([row.tolist() for row in whiten(rows, "tokens", ddof)])
         assert by_token == close(example[f"tok_level_ddof{ddof}"])
         assert min(by_token[2:]) > 0.3, "what is wrong with it: a group without signal is rewarded"
 
@@ -249,10 +252,11 @@ def test_generalised_advantages() -> None:
         assert found == close(example[key]), key
         by_hand = {"lam095": example["ret095"], "lam1": example["ret1"]}
         assert returns == close(by_hand.get(key, [a + v for a, v in zip(found, values, strict=True)])), key
-    for ddof in (0, 1):
-        white, returns_T = gae_of(values, gae_lambda=0.95, whiten="tokens", advantage_ddof=ddof)
-        assert white == close(example[f"white_ddof{ddof}"], 4e-6)
-        assert returns_T == close(example["ret095"]), "returns are taken before whitening"
+    white, returns_T = gae_of(values, gae_lambda=0.95, whiten="tokens")
+    assert white == close(example["white_ddof1"], 4e-6)
+    assert returns_T == close(example["ret095"]), "returns are taken before whitening"
+    (white_T,) = whiten([f32(gae_of(values, gae_lambda=0.95)[0])], "tokens", 0)
+    assert white_T.tolist() == close(example["white_ddof0"], 4e-6)
 
 
 @covers("gae_masked")
@@ -314,11 +318,11 @@ def test_rewards_are_clipped_before_they_are_normalised() -> None:
     def rewards(**choices: Any) -> list[float]:
         return [s.reward for s in make_objective(**choices).candidates([make_group(scores)])]
 
-    assert rewards(reward_norm="batch") == close(example["z"])
-    assert rewards(reward_norm="batch", reward_clip=10.0) == close(example["clip_then_z"])
-    other_order = np.clip(rewards(reward_norm="batch"), -1, 1).tolist()
+    assert rewards(shaping_norm="batch") == close(example["z"])
+    assert rewards(shaping_norm="batch", shaping_clip=10.0) == close(example["clip_then_z"])
+    other_order = np.clip(rewards(shaping_norm="batch"), -1, 1).tolist()
     assert other_order == close(example["z_then_clip"])
-    assert rewards(reward_norm="batch", reward_clip=1.0) != close(example["z_then_clip"])
+    assert rewards(shaping_norm="batch", shaping_clip=1.0) != close(example["z_then_clip"])
 
 
 @covers("overlong_20480_4096", "overlong_uncapped_formula")

@@ -163,7 +163,7 @@ def test_fixture_p(case: str) -> None:
 @covers("cispo_trl_default_cap0.2")
 def test_a_weight_cap_read_as_an_epsilon_shrinks_every_update_and_is_refused() -> None:
     example = EXAMPLES["cispo_trl_default_cap0.2"]
-    with pytest.raises(ValidationError, match=r"algorithm\.weight_cap must be at least 1 .* got 0\.2"):
+    with pytest.raises(ValidationError, match=r"algorithm\.gate\.weight_cap must be at least 1, got 0\.2"):
         plain(gate="weight-clip", weight_cap=0.2)
     tokens = tokens_p(plain())
     ratio_N = RATIOS["token"](tokens.logp_N - tokens.logp_old_N, tokens)
@@ -203,7 +203,7 @@ def test_gspo(ratio: str) -> None:
 @covers("gspo_eps0.2")
 def test_a_clip_for_tokens_never_acts_on_a_sequence_and_is_refused() -> None:
     example = EXAMPLES["gspo_eps0.2"]
-    with pytest.raises(ValidationError, match=r"algorithm\.clip_low must be at most 0\.05 .* got 0\.2"):
+    with pytest.raises(ValidationError, match=r"algorithm\.gate\.clip_low must be at most 0\.05 .* got 0\.2"):
         plain(ratio="sequence-mean", clip_low=0.2, clip_high=0.2)
     tokens = tokens_p(plain(aggregation="seq-mean-token-mean"))
     for name in ("sequence-mean", "sequence-mean-token"):

@@ -68,8 +68,9 @@ def test_a_penalty_on_an_impossible_token_is_zero(name: str) -> None:
 
 @pytest.mark.parametrize("name", CORRECTIONS)
 def test_a_correction_of_an_impossible_token_is_one(name: str) -> None:
-    settings = {**make_objective(correction=name, gate="mask").config.model_dump(), "entropy_share": 1.0}
-    (function,) = STAGES["correction"].resolve(name, settings).values()
+    settings = {"entropy_share": 1.0} if name == "high-entropy" else {}
+    table = make_objective(correction=name, gate="mask", **settings).config.correction
+    (function,) = STAGES["correction"].resolve(table, 8).values()
     assert function(impossible_tokens()).tolist() == [1.0, 1.0, 1.0]
 
 
@@ -144,9 +145,7 @@ def test_the_mismatch_is_clamped_where_it_is_an_exponent_and_not_before() -> Non
     tokens = bare_tokens(torch.tensor([-40.0, -1.0]), [1.0] * 2)
     tokens = replace(tokens, logp_mu_N=torch.tensor([-1.0, -38.0]))
     assert tokens.log_mismatch_N.tolist() == [-39.0, 37.0]
-    assert CORRECTIONS["geometric-tis"](tokens, correction_floor=0.0, correction_cap=2.0).tolist() == pytest.approx(
-        [math.exp(-1)] * 2
-    )
+    assert CORRECTIONS["geometric-tis"](tokens, floor=0.0, cap=2.0).tolist() == pytest.approx([math.exp(-1)] * 2)
     assert CORRECTIONS["geometric"](tokens, geometric_low=0.36, geometric_high=2.0).tolist() == [1.0, 1.0]
 
 
@@ -174,7 +173,7 @@ def huge_group(scale: float = 1.0) -> GroupRewards:
 @pytest.mark.parametrize("name", GROUP_ADVANTAGES)
 def test_group_statistics_of_huge_rewards_are_those_of_small_ones(name: str) -> None:
     """Scaled by a power of two, which floats do not round: the results are in proportion, bit for bit."""
-    settings = {"advantage_ddof": 1, "advantage_epsilon": 0.0, "pass_k": 2, "correct_above": 0.5}
+    settings = {"ddof": 1, "epsilon": 0.0, "k": 2, "correct_above": 0.5}
     function = ADVANTAGES[name]
     read = {key: settings[key] for key in keyword_settings(function)}
     small, huge = (function(huge_group(scale), **read) for scale in (2.0**-100, 1.0))
@@ -205,8 +204,8 @@ def test_huge_rewards_of_either_sign_vary() -> None:
 def test_shaping_that_leaves_what_a_float_holds_is_refused_and_clipping_comes_first() -> None:
     group = make_group([3e38, 0.0])
     with pytest.raises(ConfigError, match="the shaping function must return 2 finite numbers"):
-        make_objective(reward_scale=2.0).candidates([group])
-    first, second = make_objective(reward_scale=2.0, reward_clip=5.0).candidates([group])
+        make_objective(shaping_scale=2.0).candidates([group])
+    first, second = make_objective(shaping_scale=2.0, shaping_clip=5.0).candidates([group])
     assert (first.reward, second.reward) == (5.0, 0.0)
 
 

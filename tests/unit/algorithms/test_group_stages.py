@@ -138,7 +138,7 @@ def test_what_the_trainer_gets_of_a_rollout_with_an_environment_turn() -> None:
         )
         return Rollout.of(7, index, (1, 2), turns, "stop", "", Score(score))
 
-    objective = make_objective(**CENTRED, reward_scale=3.0)
+    objective = make_objective(**CENTRED, shaping_scale=3.0)
     candidates = objective.advantages(objective.candidates([as_group([episode(0, 1.0), episode(1, 0.0)], 7)]))
     rollout = candidates[0]
     assert (rollout.group, rollout.index, rollout.score, rollout.reward) == (7, 0, 1.0, 3.0)
@@ -172,12 +172,12 @@ def test_truncated_responses_keep_their_score_by_default() -> None:
 
 
 def test_truncated_responses_may_get_a_fixed_reward() -> None:
-    objective = make_objective(**CENTRED, truncation="reward", truncation_reward=-2.0, reward_scale=2.0)
+    objective = make_objective(**CENTRED, truncation=-2.0, shaping_scale=2.0)
     samples = objective.candidates([make_group([1, 0, 1], truncated=[2])])
     assert [s.score for s in samples] == [1, 0, 1], "the score is what the verifier said"
     assert [s.reward for s in samples] == [2, 0, -4], "the rule comes before bias and scale"
     # The filter judges what the verifier said: one of two equal scores does not become different.
-    objective = make_objective(filter="zero-variance", truncation="reward", truncation_reward=-2.0)
+    objective = make_objective(filter="zero-variance", truncation=-2.0)
     assert objective.drop_reason(make_group([1, 1], truncated=[1])) == "zero-variance"
 
 
@@ -225,20 +225,20 @@ def test_shaping_reaches_the_reward_and_not_the_score_nor_the_filter() -> None:
 
 
 def test_bias_scale_and_clip_in_this_order() -> None:
-    objective = make_objective(reward_bias=-0.5, reward_scale=10.0, reward_clip=4.0)
+    objective = make_objective(shaping_bias=-0.5, shaping_scale=10.0, shaping_clip=4.0)
     samples = objective.candidates([make_group([0, 0.25, 0.5, 0.75, 1])])
     assert [s.reward for s in samples] == [-4, -2.5, 0, 2.5, 4]
 
 
 def test_batch_normalisation_is_over_all_groups_of_the_step() -> None:
-    objective = make_objective(reward_norm="batch", advantage="reward")
+    objective = make_objective(shaping_norm="batch", advantage="reward")
     rewards = [s.reward for s in objective.candidates([make_group([1, 0]), make_group([3, 4], group=1)])]
     assert rewards == pytest.approx(((np.array([1, 0, 3, 4]) - 2) / np.std([1, 0, 3, 4])).tolist())
     assert [s.reward for s in objective.candidates([make_group([7, 7])])] == [0, 0], "nothing varies"
 
 
 def test_running_normalisation_remembers_and_survives_a_checkpoint() -> None:
-    objective = make_objective(reward_norm="running", advantage="reward")
+    objective = make_objective(shaping_norm="running", advantage="reward")
     first = [s.reward for s in objective.candidates([make_group([1, 0])])]
     assert first == pytest.approx([1, -1])
     saved = json.loads(json.dumps(objective.state()))
@@ -246,12 +246,12 @@ def test_running_normalisation_remembers_and_survives_a_checkpoint() -> None:
     everything = np.array([1, 0, 3, 4])
     assert then == pytest.approx(((everything - everything.mean()) / everything.std())[2:].tolist())
 
-    resumed = make_objective(reward_norm="running", advantage="reward")
+    resumed = make_objective(shaping_norm="running", advantage="reward")
     resumed.load_state(saved)
     assert resumed.state() == saved
     assert [s.reward for s in resumed.candidates([make_group([3, 4], group=1)])] == then
     assert resumed.state() == objective.state()
-    fresh = make_objective(reward_norm="running", advantage="reward")
+    fresh = make_objective(shaping_norm="running", advantage="reward")
     assert [s.reward for s in fresh.candidates([make_group([3, 4], group=1)])] != pytest.approx(then)
 
 
@@ -305,9 +305,8 @@ def test_keep_best_trains_on_the_best_and_compares_with_all() -> None:
     # The others still count in the statistics of the group.
     assert trained(make_objective(filter="keep-best", **CENTRED), group) == pytest.approx({0: 0.3, 3: 0.3})
     assert make_objective(filter="keep-best").drop_reason(make_group([0.4, 0.2])) == "keep-best"
-    assert trained(make_objective(filter="keep-best", correct_above=0.3, advantage="one"), make_group([0.4, 0.2])) == {
-        0: 1
-    }
+    lower = make_objective(filter="keep-best", filter_correct_above=0.3, advantage="one")
+    assert trained(lower, make_group([0.4, 0.2])) == {0: 1}
     # Rejected responses leave the batch: they are not in any denominator.
     objective = make_objective(filter="keep-best", advantage="one", aggregation="token-mean")
     (sample,) = trainable(objective, make_group([1, 0], lengths=[2, 6]))
@@ -339,7 +338,7 @@ def test_length_weighted_baseline() -> None:
 def test_mean_scaled_advantage() -> None:
     def of(rewards: list[float]) -> list[float]:
         group = GroupRewards(f32(rewards), f32(rewards), np.ones(len(rewards), dtype=np.int64))
-        return mean_scaled(group, advantage_epsilon=1e-6).tolist()  # type: ignore[no-any-return]
+        return mean_scaled(group, epsilon=1e-6).tolist()  # type: ignore[no-any-return]
 
     assert of([1, 0, 0, 0]) == pytest.approx([3, -1, -1, -1], abs=2e-5)
     assert of([1, 1, 1, 0]) == pytest.approx([1 / 3, 1 / 3, 1 / 3, -1], abs=1e-5)
@@ -354,7 +353,7 @@ def test_pass_at_k_is_the_normalised_gain_of_drawing_a_sample(correct: int, wron
 
     scores = [1.0] * correct + [0.0] * wrong
     found = pass_at_k(
-        GroupRewards(f32(scores), f32(scores), np.ones(len(scores), dtype=np.int64)), pass_k=k, correct_above=0.5
+        GroupRewards(f32(scores), f32(scores), np.ones(len(scores), dtype=np.int64)), k=k, correct_above=0.5
     )
     if k > len(scores):
         assert not found.any()
@@ -381,13 +380,13 @@ def test_the_greedy_response_is_the_baseline_and_never_trained_on() -> None:
 
 
 def test_the_greedy_response_is_shaped_as_the_others_are_but_counts_in_no_statistics() -> None:
-    scaled = make_objective(preset="remax", kl_coef=0.0, reward_bias=-0.5, reward_scale=2.0)
+    scaled = make_objective(preset="remax", kl_coef=0.0, shaping_bias=-0.5, shaping_scale=2.0)
     group = make_group([1, 0], greedy=make_rollout(0.0, index=-1))
     assert of_samples(advantages(scaled, group)) == [2, 0]
-    normed = make_objective(preset="remax", kl_coef=0.0, reward_norm="batch")
+    normed = make_objective(preset="remax", kl_coef=0.0, shaping_norm="batch")
     (sample, *_) = normed.candidates([make_group([1, 0], greedy=make_rollout(5.0, index=-1))])
     assert (sample.reward, sample.baseline) == pytest.approx((1, 9))  # mean .5, deviation .5 of the sampled ones
-    running = make_objective(preset="remax", kl_coef=0.0, reward_norm="running")
+    running = make_objective(preset="remax", kl_coef=0.0, shaping_norm="running")
     running.candidates([make_group([1, 0], greedy=make_rollout(5.0, index=-1))])
     assert running.reward_moments.count == 2
 
@@ -426,8 +425,8 @@ def test_the_kl_penalty_of_token_advantages_is_spread_over_the_response() -> Non
 def test_dropped_groups_count_in_the_statistics_of_rewards_only() -> None:
     """What rewards are normalised by must not depend on the filter."""
     mixed, right, wrong = make_group([1, 0, 0, 0]), make_group([1] * 4, group=1), make_group([0] * 4, group=2)
-    everything = make_objective(reward_norm="batch").candidates([mixed, right, wrong])
-    filtered = make_objective(reward_norm="batch").candidates([mixed], [right, wrong])
+    everything = make_objective(shaping_norm="batch").candidates([mixed, right, wrong])
+    filtered = make_objective(shaping_norm="batch").candidates([mixed], [right, wrong])
     assert [s.group for s in filtered] == [0] * 4
     assert [s.reward for s in filtered] == pytest.approx([s.reward for s in everything[:4]])
 
@@ -440,7 +439,7 @@ def test_samples_that_are_not_trained_on_pay_the_penalty_in_the_baseline() -> No
 
 def test_kl_in_the_reward_leaves_no_term_in_the_loss_but_is_measured() -> None:
     choices = {**PLAIN, "kl_coef": 0.7, "reference": "frozen"}
-    rewarded = make_objective(**choices, kl="k1", kl_in="reward")
+    rewarded = make_objective(**choices, kl="k1", kl_into="reward")
     in_loss = make_objective(**choices, kl="k3")
     without = make_objective(**PLAIN)
     d = [0.5, -0.5, 0.0, 2.0, -2.0, 0.1]
@@ -516,11 +515,11 @@ def test_whitening_of_equal_advantages_divides_by_nothing(kind: str, expected: f
 
 
 def test_whitening_is_over_the_samples_that_are_trained_on_and_over_all_groups() -> None:
-    objective = make_objective(advantage="reward", whiten="samples", advantage_ddof=0, filter="keep-best")
+    objective = make_objective(advantage="reward", whiten="samples", filter="keep-best")
     groups = [make_group([1, 0]), make_group([3, 3], group=1)]
     found = of_samples(advantages(objective, *groups))
     kept = np.array([1, 3, 3])
-    assert found == pytest.approx(((kept - kept.mean()) / kept.std()).tolist(), abs=1e-6)
+    assert found == pytest.approx(((kept - kept.mean()) / kept.std(ddof=1)).tolist(), abs=1e-6)
 
 
 # What moves from step to step.

@@ -42,6 +42,7 @@ from fixture_p import (
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from objective import Objective, as_candidates
+from short_settings import algorithm_of
 from torch import Tensor
 from warm_starts import context
 
@@ -84,7 +85,7 @@ aggregations = st.sampled_from(
         {"aggregation": "token-mean"},
         {"aggregation": "seq-mean-token-mean"},
         {"aggregation": "seq-mean-token-sum"},
-        {"aggregation": "constant-length", "constant_length": 7},
+        {"aggregation": "constant-length", "aggregation_length": 7},
         {"aggregation": "prompt-mean"},
         {"aggregation": "token-sum"},
     ]
@@ -98,7 +99,7 @@ def group_of(rewards: Sequence[float]) -> GroupRewards:
 
 
 def zscore(rewards: Sequence[float]) -> Any:
-    return group_zscore(group_of(rewards), advantage_ddof=1, advantage_epsilon=1e-6)
+    return group_zscore(group_of(rewards), ddof=1, epsilon=1e-6)
 
 
 # 1
@@ -136,7 +137,7 @@ EVERYTHING: list[dict[str, Any]] = [
     {"preset": "gspo-token"},
     {"preset": "gmpo"},
     {"preset": "cispo", "correction": "geometric+tis", "geometric_low": 0.5, "geometric_high": 2.0},
-    {"preset": "sapo", "aggregation": "constant-length", "constant_length": 40},
+    {"preset": "sapo", "aggregation": "constant-length", "aggregation_length": 40},
     {"preset": "minirl"},
     {"preset": "stale-asymmetric"},
     {"preset": "opsm", "kl_coef": 0.1, "kl": "k3-ratio", "reference": "frozen"},
@@ -146,7 +147,7 @@ EVERYTHING: list[dict[str, Any]] = [
     {"preset": "kl-cov", "cov_share": 0.3},
     {"preset": "grpo", "correction": "geometric-tis+veto+k3-mask", "veto_low": 0.4, "veto_high": 2.5},
     {"preset": "grpo", "correction": "tis+high-entropy", "entropy_share": 0.3, "correction_floor": 0.8},
-    {"preset": "grpo", "aggregation": "token-sum", "sft_coef": 0.1, "correct_above": -1.0},
+    {"preset": "grpo", "aggregation": "token-sum", "sft_coef": 0.1, "sft_correct_above": -1.0},
 ]
 """Between them: every level of ratio, gates, corrections of tokens and of sequences, KL, entropy, all aggregations."""
 
@@ -205,7 +206,7 @@ def test_02_the_cut_into_micro_batches_and_ranks_changes_nothing(policy: Policy,
     )
     choices = data.draw(st.sampled_from(EVERYTHING))
     samples = off_policy(policy, make_samples(shapes, gaps=data.draw(st.booleans())))
-    objective = Objective(AlgorithmConfig.model_validate(choices), 64)
+    objective = Objective(algorithm_of(choices), 64)
     weighted = list(objective.weighted(as_candidates(samples)))
     whole, loss = ranks.gradient(policy, weighted, choices, token_budget=10_000)
     assume(whole.abs().max() > 1e-3)  # all advantages may be clipped away
@@ -234,7 +235,7 @@ def test_02_two_processes_that_add_or_average_gradients(
     samples = off_policy(policy, make_samples(shapes, gaps=True))
     cases, wholes = [], []
     for choices in choices_:
-        objective = Objective(AlgorithmConfig.model_validate(choices), 64)
+        objective = Objective(algorithm_of(choices), 64)
         weighted = list(objective.weighted(as_candidates(samples)))
         wholes.append(ranks.gradient(policy, weighted, choices))
         cases.append(ranks.Case(choices, [weighted[:2], weighted[2:]]))
@@ -439,7 +440,7 @@ def test_06_clipped_tokens_have_exactly_no_gradient_and_cispo_tokens_always_one(
 def test_07_weights_and_anchors_carry_no_gradient(data: st.DataObject) -> None:
     tokens = draw_tokens(data, make_objective(**PLAIN))
     assert tokens.logp_N.requires_grad
-    settings_ = {"correction_floor": 0.7, "correction_cap": 2.0, "correction_low": 0.5, "correction_high": 2.0,
+    settings_ = {"floor": 0.7, "cap": 2.0, "low": 0.5, "high": 2.0,
                  "geometric_low": 0.9, "geometric_high": 1.1, "veto_low": 0.5, "veto_high": 2.0, "drift_limit": 0.1,
                  "entropy_share": 0.5, "opsm_limit": 0.0, "age_limit": 1}  # fmt: skip
     tokens = replace(tokens, lag_N=torch.arange(len(tokens.logp_N)) % 3 + 1)
@@ -467,7 +468,7 @@ def test_07_the_trainer_hands_out_gradients_of_the_policy_only(policy: Policy, e
             return super().__call__(tokens, coefficients, meter)
 
     choices = {"preset": "grpo", "kl_coef": 0.1, "kl": "k2", "reference": "frozen", "entropy_coef": entropy_coef}
-    algorithm, training = AlgorithmConfig.model_validate(choices), TrainingConfig()
+    algorithm, training = algorithm_of(choices), TrainingConfig()
     objective = Objective(algorithm, 64)
     samples = off_policy(policy, make_samples([(0, 5, 3), (0, 5, 9), (1, 2, 4)]))
     trained = TrainableModel(

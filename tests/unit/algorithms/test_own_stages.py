@@ -1,5 +1,6 @@
 """Stages of the user's own, named as file.py:function: they are found, filled with settings, and checked."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,10 +23,13 @@ from fixture_p import (
     trainable,
 )
 from objective import Objective
+from pydantic import ValidationError
+from short_settings import algorithm_of
 
-from kitae.algorithms.config import AlgorithmConfig
+from kitae.algorithms.functions import Functions
 from kitae.algorithms.stages import STAGES
-from kitae.config.recipe import parse_config
+from kitae.config.recipe import load_config, parse_config
+from kitae.config.root import RLConfig
 from kitae.errors import ConfigError
 
 Write = Callable[[str], str]
@@ -80,12 +84,12 @@ def test_true_is_no_number_where_the_function_says_number(file: Write, kind: str
     source = f"def gate(ratio_N, tokens, *, power: {kind}, loud: bool = False):\n    return -ratio_N ** power\n"
     path = file(future + source)
     with pytest.raises(ConfigError, match="power must be a number, got True"):
-        make_objective(gate=f"{path}:gate", params={"power": True})
-    make_objective(gate=f"{path}:gate", params={"power": 1, "loud": True})
+        make_objective(gate={"name": f"{path}:gate", "power": True})
+    make_objective(gate={"name": f"{path}:gate", "power": 1, "loud": True})
 
 
 def test_shaping_of_ones_own(file: Write) -> None:
-    objective = make_objective(shaping=file(EVERY_STAGE) + ":shaping", reward_norm="none")
+    objective = make_objective(shaping=file(EVERY_STAGE) + ":shaping", shaping_norm="none")
     samples = objective.candidates([make_group([1, 0], lengths=[2, 5])])
     assert [(s.score, s.reward) for s in samples] == [(1, 8), (0, -5)]
 
@@ -134,7 +138,7 @@ def test_regulariser_of_ones_own_needs_no_reference(file: Write) -> None:
 def test_a_resolved_config_with_ones_own_stage_reads_back_as_itself(file: Write) -> None:
     values = {
         "data": {"task": "sort"},
-        "algorithm": {"gate": file("def gate(ratio_N, tokens, *, width): ...") + ":gate", "params": {"width": 3}},
+        "algorithm": {"gate": {"name": file("def gate(ratio_N, tokens, *, width): ...") + ":gate", "width": 3}},
     }
     config = parse_config(values)
     assert parse_config(config.model_dump(mode="json")) == config
@@ -143,7 +147,7 @@ def test_a_resolved_config_with_ones_own_stage_reads_back_as_itself(file: Write)
 def test_ones_own_stage_does_not_bring_in_settings_of_other_functions(file: Write) -> None:
     gate = file(EVERY_STAGE) + ":gate"
     values = {"data": {"task": "sort"}, "training": {"group_size": 2}, "algorithm": {"gate": gate}}
-    assert parse_config(values).algorithm.gate == gate
+    assert parse_config(values).algorithm.gate.name == gate
 
 
 # Settings.
@@ -160,34 +164,71 @@ def first_loss(**choices: Any) -> float:
 
 
 def test_keywords_are_settings(file: Write) -> None:
-    """From the keys of [algorithm], from algorithm.params, or from the function's own defaults."""
-    gate = file(WITH_SETTINGS) + ":gate"
-    assert first_loss(gate=gate, params={"strength": 3}) == pytest.approx(-3 * 0.2 * 1.5, abs=1e-5)
-    assert first_loss(gate=gate, clip_low=0.5, params={"strength": 3}) == pytest.approx(-3 * 0.5 * 1.5, abs=1e-5)
-    assert first_loss(gate=gate, params={"strength": 1, "power": 2}) == pytest.approx(-0.2 * 1.5**2, abs=1e-5)
+    """From the table of the stage, or from the function's own defaults; a preset's numbers are for built-in ones."""
+    gate = {"name": file(WITH_SETTINGS) + ":gate", "clip_low": 0.5}
+    assert first_loss(gate={**gate, "strength": 3}) == pytest.approx(-3 * 0.5 * 1.5, abs=1e-5)
+    assert first_loss(gate={**gate, "strength": 1, "power": 2}) == pytest.approx(-0.5 * 1.5**2, abs=1e-5)
+    with pytest.raises(ConfigError, match="needs the setting 'clip_low'"):
+        make_objective(preset="dapo", gate={"name": gate["name"], "strength": 3})
+
+
+def test_settings_of_ones_own_come_from_the_command_line(file: Write, tmp_path: Path) -> None:
+    recipe = tmp_path / "mine.toml"
+    recipe.write_text(f'[data]\ntask = "sort"\n[algorithm]\ngate = "{file(WITH_SETTINGS)}:gate"\n')
+    config = load_config(recipe, ["algorithm.gate.strength=2", "algorithm.gate.clip_low=0.5"])
+    assert isinstance(config, RLConfig)
+    assert Functions(config.algorithm, 8).one("gate").keywords == {  # type: ignore[attr-defined]
+        "clip_low": 0.5,
+        "strength": 2,
+        "power": 1.0,
+    }
+    assert parse_config(json.loads(config.to_json())) == config
 
 
 def test_a_missing_setting_is_named(file: Write) -> None:
-    with pytest.raises(ConfigError, match=r"needs the setting 'strength': .* algorithm\.params\.strength"):
-        make_objective(gate=file(WITH_SETTINGS) + ":gate")
+    with pytest.raises(ConfigError, match=r"needs the setting 'strength': .* algorithm\.gate\.strength"):
+        make_objective(gate={"name": file(WITH_SETTINGS) + ":gate", "clip_low": 0.5})
 
 
 def test_a_parameter_that_no_function_has_is_refused(file: Write) -> None:
     path = file(WITH_SETTINGS)
-    with pytest.raises(ConfigError, match=r"algorithm\.params\.powre is read by no function .*; did you mean 'power'"):
-        make_objective(gate=f"{path}:gate", params={"strength": 1, "powre": 2})
-    with pytest.raises(ConfigError, match=r"algorithm\.params\.strength is read by no function"):
-        make_objective(params={"strength": 1})
+    with pytest.raises(ConfigError, match=r"algorithm\.gate\.powre is set to 2, but .*; did you mean 'power'"):
+        make_objective(gate={"name": f"{path}:gate", "strength": 1, "powre": 2})
+    with pytest.raises(ValidationError, match=r"algorithm\.gate\.strength is set to 1, but gate 'clip' has no such"):
+        make_objective(gate={"strength": 1})
     # Settings stand after a star: a default before it is the function's own affair.
     gate = file("def gate(ratio_N, tokens, cap=2.0):\n    return -tokens.advantage_N * ratio_N.clamp(max=cap)\n")
     assert first_loss(gate=f"{gate}:gate") == pytest.approx(-1.5, abs=1e-6)
-    with pytest.raises(ConfigError, match=r"algorithm\.params\.cap is read by no function"):
-        first_loss(gate=f"{gate}:gate", params={"cap": 1.1})
+    with pytest.raises(ConfigError, match=r"algorithm\.gate\.cap is set to 1\.1, but .* it has none"):
+        first_loss(gate={"name": f"{gate}:gate", "cap": 1.1})
 
 
-def test_params_cannot_go_around_a_checked_setting() -> None:
-    with pytest.raises(ConfigError, match="clip_low"):
-        make_objective(params={"clip_low": 5.0})
+def test_a_setting_that_every_table_of_the_stage_has_is_not_for_ones_own(file: Write) -> None:
+    path = file("def ratio(log_ratio_N, tokens, *, anchor): ...\n")
+    with pytest.raises(ConfigError, match=r"must not have a setting 'anchor': every table algorithm\.ratio has"):
+        make_objective(ratio=f"{path}:ratio")
+
+
+def test_limits_and_rules_of_ones_own_hold(file: Write) -> None:
+    source = """
+from typing import Annotated
+from pydantic import Field
+from kitae.algorithms.requirements import refuses
+
+def ordered(s):
+    if s["low"] >= s["high"]:
+        yield f"low must be below high, got {s['low']} and {s['high']}"
+
+@refuses(ordered)
+def gate(ratio_N, tokens, *, low: Annotated[float, Field(ge=0)] = 0.5, high: float = 2.0):
+    return -tokens.advantage_N * ratio_N.clamp(low, high)
+"""
+    name = file(source) + ":gate"
+    make_objective(gate={"name": name, "low": 1})
+    with pytest.raises(ConfigError, match=r"algorithm\.gate\.low: input should be greater than or equal to 0, got -1"):
+        make_objective(gate={"name": name, "low": -1})
+    with pytest.raises(ConfigError, match=r"algorithm\.gate\.low must be below high, got 3\.0 and 2\.0"):
+        make_objective(gate={"name": name, "low": 3})
 
 
 # What is refused before a model loads.
@@ -198,7 +239,7 @@ def test_a_missing_file_is_named(stage: str, tmp_path: Path) -> None:
     choices: dict[str, Any] = {stage: str(tmp_path / "nowhere.py") + ":f"}
     if stage == "kl":
         choices["kl_coef"] = 0.1
-    config = AlgorithmConfig.model_validate(choices)  # reading settings touches no file
+    config = algorithm_of(choices)  # reading settings touches no file
     with pytest.raises(ConfigError, match=rf"the file of the {stage} function must exist, got '.*nowhere\.py'"):
         Objective(config, 8)
 
@@ -297,10 +338,12 @@ def test_numbers_that_are_not_finite_are_refused(stage: str, bad: str, file: Wri
 
 def test_what_no_function_reads_is_refused_once_they_are_known(file: Write) -> None:
     gate = file(WITH_SETTINGS) + ":gate"
-    choices: dict[str, Any] = {**PLAIN, "gate": gate, "params": {"strength": 1}}
-    make_objective(**choices, clip_low=0.3)  # it reads that
-    with pytest.raises(ConfigError, match=r"algorithm\.clip_high is set to 0\.9, but nothing reads it"):
+    choices: dict[str, Any] = {**PLAIN, "gate": {"name": gate, "strength": 1, "clip_low": 0.3}}
+    make_objective(**choices)
+    with pytest.raises(ConfigError, match=r"algorithm\.gate\.clip_high is set to 0\.9, but .* has no such setting"):
         make_objective(**choices, clip_high=0.9)
+    with pytest.raises(ConfigError, match=r"algorithm\.critic\.lr is set to 0\.9, but nothing reads it"):
+        make_objective(**choices, critic_lr=0.9)
 
 
 def test_a_function_of_ones_own_may_read_the_reference(file: Write) -> None:

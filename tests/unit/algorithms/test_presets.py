@@ -20,6 +20,7 @@ from fixture_p import (
     trainable,
     unreduced_gradient,
 )
+from short_settings import algorithm_of, spelled
 
 from kitae.algorithms.config import AlgorithmConfig
 from kitae.algorithms.presets import BASE, PRESETS
@@ -32,7 +33,7 @@ REQUIRED = {
 }  # fmt: skip
 """Methods that users look for by name."""
 
-PLUS_MINUS = {"reward_bias": -0.5, "reward_scale": 2.0}
+PLUS_MINUS = {"shaping_bias": -0.5, "shaping_scale": 2.0}
 CLIP = {"ratio": "token", "anchor": "old", "gate": "clip", "clip_low": 0.2, "clip_high": 0.2, "dual_clip": 0.0}
 TOKEN = {"ratio": "token", "anchor": "old"}
 TIS = {"correction": "tis", "correction_cap": 2.0}
@@ -40,16 +41,16 @@ SEQ = {"aggregation": "seq-mean-token-mean"}
 SUM = {"aggregation": "seq-mean-token-sum"}
 ZSCORE = {"advantage": "group-zscore", "advantage_ddof": 1, "advantage_epsilon": 1e-6}
 REINFORCE = {**PLUS_MINUS, **CLIP, **TIS, **SEQ, "advantage": "reward", "filter": "none"}
-KL_IN_REWARD = {"kl": "k1", "kl_in": "reward", "reference": "frozen"}
+KL_IN_REWARD = {"kl": "k1", "kl_into": "reward", "reference": "frozen"}
 LIKELIHOOD = {"gate": "likelihood", "ratio": None, "anchor": None}
-BEST = {"filter": "keep-best", "correct_above": 0.5, "advantage": "one"}
+BEST = {"filter": "keep-best", "filter_correct_above": 0.5, "advantage": "one"}
 GSPO = {**ZSCORE, "gate": "clip", "clip_low": 3e-4, "clip_high": 4e-4, **SEQ}
 
 DOCUMENTED: dict[str, dict[str, Any]] = {
     "reinforce": REINFORCE,
     "reinforce-mean-zero": {**REINFORCE, "advantage": "group-centred"},
-    "reinforce-drop-correct": {**REINFORCE, "filter": "all-correct", "correct_above": 0.5},
-    "reinforce-drop-wrong": {**REINFORCE, "filter": "all-wrong", "correct_above": 0.5},
+    "reinforce-drop-correct": {**REINFORCE, "filter": "all-correct", "filter_correct_above": 0.5},
+    "reinforce-drop-wrong": {**REINFORCE, "filter": "all-wrong", "filter_correct_above": 0.5},
     "reinforce-rej": {**REINFORCE, "filter": "all-correct+all-wrong"},
     "reinforce-rej-std": {**REINFORCE, "filter": "all-correct+all-wrong", "advantage": "group-scaled"},
     "raft": {**BEST, **LIKELIHOOD, "correction": "none", **SUM},
@@ -60,8 +61,8 @@ DOCUMENTED: dict[str, dict[str, Any]] = {
     },
     "grpo": {"filter": "none", **ZSCORE, **CLIP, **TIS, **SEQ, "kl_coef": 0.0},
     "dr-grpo": {
-        "filter": "none", "advantage": "group-centred", "advantage_ddof": None, **CLIP, **TIS,
-        "aggregation": "constant-length", "constant_length": "max_tokens", "kl_coef": 0.0,
+        "filter": "none", "advantage": "group-centred", **CLIP, **TIS,
+        "aggregation": "constant-length", "aggregation_length": "max_tokens", "kl_coef": 0.0,
     },
     "dapo": {
         "filter": "zero-variance", **ZSCORE, **CLIP, "clip_high": 0.28, "aggregation": "token-mean", "kl_coef": 0.0,
@@ -76,7 +77,7 @@ DOCUMENTED: dict[str, dict[str, Any]] = {
     },
     "reinforce++-baseline": {
         "advantage": "group-centred", "whiten": "scale", **CLIP, "aggregation": "token-mean", "kl": "k2",
-        "kl_in": "loss", "kl_coef": 0.001, "reference": "frozen",
+        "kl_into": "loss", "kl_coef": 0.001, "reference": "frozen",
     },
     "cispo": {
         "filter": "zero-variance", **ZSCORE, **TOKEN, "gate": "weight-clip", "weight_floor": 0.0, "weight_cap": 5.0,
@@ -109,7 +110,8 @@ def test_every_method_that_users_look_for_is_there() -> None:
 @pytest.mark.parametrize("name", DOCUMENTED)
 def test_preset_is_the_documented_choice(name: str) -> None:
     resolved = AlgorithmConfig(preset=name).model_dump()
-    assert {key: resolved[key] for key in DOCUMENTED[name]} == DOCUMENTED[name]
+    for table, settings in spelled(DOCUMENTED[name]).items():
+        assert settings.items() <= resolved[table].items()
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -119,26 +121,27 @@ def test_preset_says_what_it_is_and_where_it_is_from(name: str) -> None:
         assert len(text) > 5 and text == text.strip() and "\n" not in text
     assert len({p.title for p in PRESETS.values()}) == len(PRESETS)
     assert "=" in preset.formula
-    assert set(preset.choices) <= {*BASE, "constant_length"}
-    assert [key for key, value in preset.choices.items() if key != "constant_length" and BASE[key] == value] == []
+    assert set(preset.choices) <= set(AlgorithmConfig.model_fields)
+    assert [key for key, value in preset.choices.items() if BASE.get(key) == value] == []
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_names_a_choice_for_every_stage_that_acts(name: str) -> None:
     config = AlgorithmConfig(preset=name)
-    assert {key for key in STAGES if getattr(config, key) is None} <= {"ratio", "kl", "shaping"}
-    assert (config.ratio is None) == (config.gate in ("likelihood", "divergence"))
-    assert (config.kl is None) == (not config.kl_coef)
+    assert {key for key in STAGES if config.choice(key).name is None} <= {"ratio", "kl", "shaping"}
+    assert (config.ratio.name is None) == (config.gate.name in ("likelihood", "divergence"))
+    assert (config.kl.name is None) == (not config.kl.coef)
     assert make_objective(preset=name).config == config
 
 
-def test_the_base_fills_every_setting_but_the_constant_length() -> None:
-    assert set(AlgorithmConfig.model_fields) - set(BASE) == {"preset", "params", "constant_length"}
+def test_the_base_names_a_choice_for_every_stage() -> None:
+    assert set(STAGES) <= set(BASE) <= set(AlgorithmConfig.model_fields)
 
 
 def test_what_a_recipe_says_beats_the_preset() -> None:
-    config = AlgorithmConfig.model_validate({"preset": "dapo", "clip_high": 0.5, "filter": "none"})
-    assert (config.clip_high, config.filter, config.clip_low, config.aggregation) == (0.5, "none", 0.2, "token-mean")
+    config = algorithm_of({"preset": "dapo", "clip_high": 0.5, "filter": "none"})
+    assert dict(config.gate) == {"name": "clip", "clip_low": 0.2, "clip_high": 0.5, "dual_clip": 0.0}
+    assert (config.filter.name, config.aggregation.name) == ("none", "token-mean")
 
 
 # The worked numbers, by nothing but the name of the preset and what it says it does not contain.
@@ -152,10 +155,10 @@ def test_what_a_recipe_says_beats_the_preset() -> None:
         ("minirl", {}, "minirl", "seq_mean_token_sum"),
         ("decoupled-ppo", {"whiten": "none", "advantage": "group-centred"}, "decoupled_ppo", "token_mean"),
         ("reinforce++-baseline", {"kl_coef": 0.0, "whiten": "none", "correction": "none"}, "loss_ppo", "token_mean"),
-        ("reinforce-mean-zero", {"correction": "none", "reward_scale": 1.0}, "loss_ppo", "seq_mean_token_mean"),
+        ("reinforce-mean-zero", {"correction": "none", "shaping_scale": 1.0}, "loss_ppo", "seq_mean_token_mean"),
         (
             "reinforce",
-            {"correction": "none", "reward_scale": 1.0, "reward_bias": 0.0},
+            {"correction": "none", "shaping_scale": 1.0, "shaping_bias": 0.0},
             "loss_ppo",
             "seq_mean_token_mean",
         ),
@@ -267,7 +270,7 @@ def test_rloo_and_remax_are_the_plain_policy_gradient_of_whole_responses() -> No
             assert tokens.weight_N.tolist() == [0.5] * 6
         # The ratio plays no part at all.
         config = objective.config
-        assert (config.gate, config.ratio, config.anchor) == ("likelihood", None, None)
+        assert (config.gate.name, config.ratio.name, config.ratio.anchor) == ("likelihood", None, None)
 
 
 def test_stale_asymmetric_rejects_what_the_policy_has_given_up() -> None:
@@ -282,7 +285,7 @@ def test_stale_asymmetric_rejects_what_the_policy_has_given_up() -> None:
 def test_entropy_control_starts_with_a_gradient_of_the_entropy() -> None:
     objective = make_objective(preset="entropy-control")
     assert objective.wants_entropy_gradient
-    assert objective.config.entropy_target and objective.config.entropy_rate
+    assert objective.config.entropy.target and objective.config.entropy.rate
 
 
 def test_geometric_mean_clips_inside_the_mean() -> None:

@@ -23,9 +23,9 @@ from fixture_p import (
     trainable,
     with_numbers,
 )
+from short_settings import algorithm_with
 
 from kitae.algorithms.advantages import SequenceRewards, gae
-from kitae.algorithms.config import AlgorithmConfig
 from kitae.algorithms.functions import Functions
 from kitae.algorithms.requirements import NEEDS, Trait, needs, traits_of
 from kitae.errors import ConfigError
@@ -64,13 +64,13 @@ def test_without_a_need_the_same_advantage_sees_a_group(own: Own) -> None:
 def test_values_of_a_critic_and_the_returns_it_learns(own: Own) -> None:
     name = own("tokens", "values", gets="sequence", returns="sequence.rewards_T - sequence.values_T * weight",
                settings=", *, weight")  # fmt: skip
-    objective = make_objective(advantage=name, params={"weight": 2.0}, critic_lr=3e-5)
+    objective = make_objective(advantage={"name": name, "weight": 2.0}, critic_lr=3e-5)
     assert objective.wants_values and not objective.wants_reference
     values = [[0.5, 0.25], [0.125, 1.0]]
     found = objective.advantages(with_numbers(objective.candidates([make_group([1, 0], lengths=[2, 2])]), value=values))
     assert loss_values(found) == [[-1.0, 0.5], [-0.25, -2.0]]
     assert loss_values(found, "return") == [[-0.5, 0.75], [-0.125, -1.0]]
-    with pytest.raises(ConfigError, match=r"algorithm\.critic_lr is set to 3e-05, but nothing reads it"):
+    with pytest.raises(ConfigError, match=r"algorithm\.critic\.lr is set to 3e-05, but nothing reads it"):
         make_objective(advantage=own("tokens", gets="sequence", returns="sequence.rewards_T"), critic_lr=3e-5)
 
 
@@ -157,7 +157,7 @@ def test_an_unknown_need_names_those_there_are(own: Own) -> None:
 def test_what_is_declared_survives_settings_and_guards(own: Own) -> None:
     """Functions are wrapped twice before they are called."""
     name = own("tokens", "greedy", gets="sequence", returns="sequence.rewards_T", settings=", *, gamma, scale=1.0")
-    functions = Functions(AlgorithmConfig(advantage=name, gamma=0.5, params={"scale": 2.0}), max_tokens=8)
+    functions = Functions(algorithm_with(advantage={"name": name, "gamma": 0.5, "scale": 2.0}), max_tokens=8)
     assert functions.of("advantage") == Trait.TOKENS | Trait.GREEDY
     assert functions.one("advantage").keywords == {"gamma": 0.5, "scale": 2.0}  # type: ignore[attr-defined]
     assert Trait.GREEDY in functions.traits and Trait.VALUES not in functions.traits

@@ -16,6 +16,7 @@ import pytest
 from written_runs import WrittenRun
 
 import kitae
+from kitae.algorithms.catalogue import differences
 from kitae.algorithms.preferences import PREFERENCE_LOSSES
 from kitae.algorithms.presets import PRESETS
 from kitae.algorithms.stages import STAGES
@@ -225,7 +226,7 @@ def test_dry_run_says_what_would_happen_and_makes_nothing(
     assert lines["device"].startswith("cpu") and lines["model"].endswith("M parameters")
     assert " of sampling and " in lines["a step"] and lines["the run"]
     assert re.search(r"^  training\.steps +3$", settings, re.MULTILINE)
-    assert "training.group_size" not in settings and "algorithm.clip_low" not in settings
+    assert "training.group_size" not in settings and "algorithm.gate.clip_low" not in settings
     assert list(tmp_path.iterdir()) == []
     whole = cli(*arguments, "--full").out.partition("all settings:\n")[2]
     config = parse_config(json.JSONDecoder().raw_decode(whole)[0])
@@ -234,7 +235,7 @@ def test_dry_run_says_what_would_happen_and_makes_nothing(
 
 @pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("more", [(), ("--dry-run",)], ids=["train", "dry-run"])
-@pytest.mark.parametrize("setting", ["algorithm.routing = 'engine'", "algorithm.router_z_coef = 0.1"])
+@pytest.mark.parametrize("setting", ["algorithm.experts.routing = 'engine'", "algorithm.experts.z_coef = 0.1"])
 def test_settings_for_experts_are_refused_with_a_model_that_has_none(
     setting: str, more: tuple[str, ...], cli: Cli, tmp_path: Path, tiny_folder: Callable[[str], Path]
 ) -> None:
@@ -721,8 +722,8 @@ def test_algorithms_explains_one(name: str, cli: Cli) -> None:
     out = cli("algorithms", name).out
     for part in (PRESETS[name].title, PRESETS[name].formula, PRESETS[name].source, PRESETS[name].trap):
         assert part in out
-    for key, value in PRESETS[name].choices.items():
-        assert re.search(rf"^  \* {key} +{re.escape(str(value))}$", out, re.MULTILINE), (key, value)
+    for key, value in differences(name).items():
+        assert re.search(rf"^  \* {re.escape(key)} +{re.escape(str(value))}$", out, re.MULTILINE), (key, value)
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -746,10 +747,10 @@ def test_algorithms_names_the_nearest(cli: Cli) -> None:
 def test_a_bad_algorithm_is_refused_by_a_dry_run(cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text("def gate(ratio_N): return ratio_N\n")
     for setting, message in {
-        "algorithm.kl_coef=0.1": "a KL term needs a reference",
+        "algorithm.kl.coef=0.1": "a KL term needs a reference",
         "algorithm.gate=own.py:gate": "must take (ratio_N, tokens)",
         "algorithm.gate=missing.py:gate": "must exist",
-        "algorithm.clip_lo=0.1": "did you mean algorithm.clip_low?",
+        "algorithm.clip_lo=0.1": "did you mean algorithm.gate.clip_low?",
     }.items():
         result = cli("train", "quickstart", "--dry-run", setting)
         assert result.status == 1 and message in result.err, result

@@ -15,13 +15,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError, create_model
+from short_settings import spelled
 
 import kitae
 from kitae.algorithms.presets import PRESETS
 from kitae.algorithms.stages import STAGES, keyword_settings
-from kitae.config.hints import ELSEWHERE
-from kitae.config.recipe import load_config, override_config, parse_config
-from kitae.config.root import RLConfig
+from kitae.config.hints import DECIDED, ELSEWHERE, RENAMED, hint
+from kitae.config.recipe import _settings, load_config, override_config, parse_config
+from kitae.config.root import ROOTS, RLConfig
 from kitae.data.tasks import TASKS
 from kitae.errors import ConfigError
 from kitae.section import Section
@@ -38,7 +39,9 @@ def refused(values: Mapping[str, Any]) -> str:
 
 
 def with_(**sections: dict[str, Any]) -> dict[str, Any]:
-    return {**MINIMAL, **sections}
+    """Sections beside the smallest ones; settings of an algorithm are spelled in short."""
+    found = {**MINIMAL, **sections}
+    return {**found, "algorithm": spelled(found["algorithm"])} if "algorithm" in found else found
 
 
 HERE = {"kind": "vllm", "urls": ["http://127.0.0.1:8001"]}
@@ -112,8 +115,8 @@ NUMBERS = [
 ]
 
 
-def test_there_are_numbers_in_every_section_but_method() -> None:
-    assert {section for section, _ in NUMBERS} == set(SECTIONS) - {"method"}
+def test_there_are_numbers_in_every_section_but_two() -> None:
+    assert {section for section, _ in NUMBERS} == set(SECTIONS) - {"method", "data"}
 
 
 @pytest.mark.parametrize(("section", "key"), NUMBERS)
@@ -127,7 +130,7 @@ def test_true_is_no_number(section: str, key: str, value: bool) -> None:
 def test_true_is_no_number_in_so_many_words() -> None:
     assert refused(with_(training={"lr": True})) == "training.lr: must be a number, got true"
     assert refused(with_(run={"seed": False})) == "run.seed: must be a number, got false"
-    assert refused(with_(algorithm={"kl_coef": True})) == "algorithm.kl_coef: must be a number, got true"
+    assert refused(with_(algorithm={"kl_coef": True})) == "algorithm.kl.coef: must be a number, got true"
     assert parse_config(with_(model={"plain": True})).model.plain is True
 
 
@@ -141,11 +144,11 @@ def test_true_is_no_number_in_so_many_words() -> None:
         ({"data": {"path": "x.jsonl", "params": {"count": 3}}}, "data.params belongs to a generated task"),
         (with_(algorithm={"preset": "gropo"}), f"one of {', '.join(PRESETS)}, got 'gropo'; did you mean 'grpo'?"),
         (with_(algorithm={"preset": "xyzzy"}), f"algorithm.preset must be one of {', '.join(PRESETS)}, got 'xyzzy'"),
-        (with_(algorithm={"dual_clip": 1.1}), "algorithm.dual_clip must exceed 1 + clip_high = 1.2, got 1.1"),
-        (with_(algorithm={"dual_clip": 1.2}), "algorithm.dual_clip must exceed 1 + clip_high = 1.2, got 1.2"),
+        (with_(algorithm={"dual_clip": 1.1}), "algorithm.gate.dual_clip must exceed 1 + clip_high = 1.2, got 1.1"),
+        (with_(algorithm={"dual_clip": 1.2}), "algorithm.gate.dual_clip must exceed 1 + clip_high = 1.2, got 1.2"),
         (
             with_(algorithm={"preset": "dapo", "dual_clip": 1.25}),
-            "algorithm.dual_clip must exceed 1 + clip_high = 1.28, got 1.25",
+            "algorithm.gate.dual_clip must exceed 1 + clip_high = 1.28, got 1.25",
         ),
         (with_(training={"group_size": 1}), "group_size must be at least 2 for advantage 'group-zscore', got 1"),
         (
@@ -154,36 +157,36 @@ def test_true_is_no_number_in_so_many_words() -> None:
         ),
         (
             with_(algorithm={"overlong_buffer": 65}),
-            "algorithm.overlong_buffer must be at most sampling.max_tokens = 64, got 65",
+            "algorithm.shaping.overlong_buffer must be at most sampling.max_tokens = 64, got 65",
         ),
         (with_(algorithm={"routing": "old"}), "needs training.minibatches × training.epochs above 1, got 1"),
         (
-            with_(algorithm={"router_balance_coef": 0.01}),
-            "algorithm.router_balance_coef = 0.01 needs algorithm.routing = 'old' or 'engine', which know the experts "
-            "of a batch before its first update, got 'own'",
+            with_(algorithm={"experts_balance_coef": 0.01}),
+            "algorithm.experts.balance_coef = 0.01 needs algorithm.experts.routing = 'old' or 'engine', which know the "
+            "experts of a batch before its first update, got 'own'",
         ),
         (
-            with_(algorithm={"router_z_coef": 0.1}, cluster={"backend": "local", "ranks": 2}),
-            "algorithm.router_z_coef must be 0 with ranks (cluster.ranks above 1, or backend 'ray'), got 0.1",
+            with_(algorithm={"experts_z_coef": 0.1}, cluster={"backend": "local", "ranks": 2}),
+            "algorithm.experts.z_coef must be 0 with ranks (cluster.ranks above 1, or backend 'ray'), got 0.1",
         ),
         (
             with_(algorithm={"routing": "old"}, training={"epochs": 2}, cluster={"backend": "local", "ranks": 2}),
-            "algorithm.routing = 'old' needs cluster.ranks = 1, got 2",
+            "algorithm.experts.routing = 'old' needs cluster.ranks = 1, got 2",
         ),
         (
             with_(algorithm={"routing": "engine"}, cluster={"backend": "local", "ranks": 2, "engines": 1}),
-            "algorithm.routing = 'engine' needs cluster.ranks = 1, got 2",
+            "algorithm.experts.routing = 'engine' needs cluster.ranks = 1, got 2",
         ),
         (
             with_(algorithm={"routing": "engine"}, cluster={"backend": "ray", "engines": 1}),
-            "algorithm.routing = 'engine' needs the trainer beside the controller, got cluster.backend = 'ray'",
+            "algorithm.experts.routing = 'engine' needs the trainer beside the controller, got cluster.backend = 'ray'",
         ),
         (
             with_(algorithm={"routing": "engine"}, engine=HERE),
-            "algorithm.routing = 'engine' needs Kitae's own engines, which record the experts that they choose, got "
-            "engine.kind = 'vllm'",
+            "algorithm.experts.routing = 'engine' needs Kitae's own engines, which record the experts that they "
+            "choose, got engine.kind = 'vllm'",
         ),
-        (with_(pipeline={"refill": True}), "pipeline.refill replaces dropped groups, but algorithm.filter = 'none'"),
+        (with_(pipeline={"refill": 3}), "pipeline.refill replaces dropped groups, but algorithm.filter = 'none'"),
         (with_(engine={"count": 2}), "engine.count must be 1 with engine.kind = 'native', got 2"),
         (with_(engine={"urls": ["http://a:1"]}), "engine.urls needs engine.kind = 'vllm' or 'sglang', got ('http://a:1"),
         (with_(engine={"spot_check": 0.1}), "engine.spot_check must be 0 with engine.kind = 'native', got 0.1"),
@@ -224,7 +227,7 @@ def test_true_is_no_number_in_so_many_words() -> None:
         (with_(training={"steps": "many"}), 'training.steps: input should be a valid integer, unable to parse string'),
         (with_(training={"schedule": "step"}), "training.schedule: input should be 'constant', 'linear' or 'cosine'"),
         (with_(run={"name": "a/b"}), "run.name: string should match pattern"),
-        (with_(algorithm={"clip_low": 1.0}), "algorithm.clip_low: input should be less than 1, got 1.0"),
+        (with_(algorithm={"clip_low": 1.0}), "algorithm.gate.clip_low: input should be less than 1, got 1.0"),
         (with_(sampling={"temperature": 0}), "sampling.temperature: input should be greater than 0, got 0"),
     ],
 )  # fmt: skip
@@ -243,7 +246,7 @@ def test_an_unknown_key_hides_no_wrong_value() -> None:
         with_(algorithm={"dual_clip": 1.21}),
         with_(training={"minibatches": 8}),
         with_(algorithm={"overlong_buffer": 64}),
-        with_(algorithm={"preset": "dapo"}, pipeline={"refill": True}),
+        with_(algorithm={"preset": "dapo"}, pipeline={"refill": 3}),
         with_(engine={"count": 2, "kind": "process"}),
         with_(eval={"samples": 4, "temperature": 0.5}),
         with_(training={"group_size": 2}),
@@ -340,8 +343,18 @@ def test_another_source_does_not_keep_the_old_one_s_held_out_file(tmp_path: Path
 
 
 def test_every_foreign_name_leads_to_a_setting_that_exists() -> None:
-    flat = parse_config(MINIMAL).flat()
-    assert [name for names in ELSEWHERE.values() for name in names.split(", ") if name not in flat] == []
+    paths = {path.removesuffix(".name") for path in parse_config(MINIMAL).flat()}
+    paths |= {f"{table}.{key}" for table, keys in _settings(RLConfig).items() for key in keys}
+    assert [name for names in ELSEWHERE.values() for name in names.split(", ") if name not in paths] == []
+
+
+def test_every_earlier_name_leads_to_a_setting_of_some_kind_of_run() -> None:
+    settings = [_settings(root) for root in ROOTS.values()]
+    there = {f"{table}.{key}" for tables in settings for table, keys in tables.items() for key in keys}
+    assert {new for new in RENAMED.values() if new not in there} == set()
+    assert not {*RENAMED, *DECIDED} & there
+    for old, new in RENAMED.items():
+        assert hint(old, settings[0]) == f"; it is {new} now"
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -361,7 +374,7 @@ def test_later_overrides_win() -> None:
     [
         ("steps=3", "section.key=value, got 'steps=3'; did you mean training.steps?"),
         ("lr=3", "got 'lr=3'; did you mean training.lr?"),
-        ("beta=0.1", "got 'beta=0.1'; Kitae calls it algorithm.kl_coef"),
+        ("beta=0.1", "got 'beta=0.1'; Kitae calls it algorithm.kl.coef"),
         ("batch_size=4", "got 'batch_size=4'; Kitae calls it training.prompts_per_step"),
         ("use_vllm=true", "got 'use_vllm=true'; not supported: "),
         ("rollout.n=8", "unknown key rollout.n; Kitae calls it training.group_size"),
@@ -447,7 +460,8 @@ def test_shipped_recipes_are_valid(recipe: Path) -> None:
             ),
             "sampling": st.fixed_dictionaries({}, optional={"stop": st.lists(st.text(max_size=3), max_size=3)}),
             "algorithm": st.fixed_dictionaries(
-                {"preset": st.sampled_from(sorted(PRESETS))}, optional={"entropy_coef": st.floats(0, 10)}
+                {"preset": st.sampled_from(sorted(PRESETS))},
+                optional={"entropy": st.fixed_dictionaries({"coef": st.floats(0, 10)})},
             ),
         }
     )
@@ -463,8 +477,28 @@ def test_saved_config_reads_back_equal(values: dict[str, Any]) -> None:
 
 def test_flat_names_every_setting() -> None:
     flat = parse_config(MINIMAL).flat()
-    assert set(flat) == {f"{section}.{key}" for section, cls in SECTIONS.items() for key in cls.model_fields}
+    functions = {"overlong_buffer", "length_penalty", "bias", "scale", "clip"}
+    functions = {f"algorithm.shaping.{key}" for key in functions} | {
+        "algorithm.advantage.ddof", "algorithm.advantage.epsilon", "algorithm.gate.clip_low",
+        "algorithm.gate.clip_high", "algorithm.gate.dual_clip", "algorithm.correction.floor",
+        "algorithm.correction.cap",
+    }  # fmt: skip
+    assert set(flat) == set(dict(RLConfig.usual())) | functions
     assert flat["training.betas"] == [0.9, 0.99]
+    assert (flat["algorithm.gate.name"], flat["algorithm.gate.clip_low"], flat["data.params"]) == ("clip", 0.2, {})
+
+
+def test_what_differs_from_the_defaults_is_told_by_paths() -> None:
+    algorithm = {"preset": "dapo", "gate": {"clip_high": 0.3}, "filter": "none"}
+    config = parse_config({"data": {"task": "sort", "columns": {"prompt": "q"}}, "algorithm": algorithm})
+    assert config.changed() == {
+        "data.task": "sort",
+        "data.columns.prompt": "q",
+        "algorithm.preset": "dapo",
+        "algorithm.filter.name": "none",
+        "algorithm.gate.clip_high": 0.3,
+    }
+    assert parse_config(MINIMAL).changed() == {"data.task": MINIMAL["data"]["task"]}
 
 
 # Every setting does something and says what.
@@ -474,7 +508,10 @@ def test_flat_names_every_setting() -> None:
 def test_every_section_and_setting_is_described(section: str) -> None:
     cls = SECTIONS[section]
     assert cls.__doc__
-    assert [key for key, info in cls.model_fields.items() if not info.description] == []
+    for kind in (cls, *cls.tables().values()):
+        assert kind.__doc__
+        own = [key for key, info in kind.model_fields.items() if not info.description and key not in kind.tables()]
+        assert own in ([], ["name"]), "the name of a stage's function is described with its choices"
 
 
 @cache

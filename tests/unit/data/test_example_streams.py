@@ -79,7 +79,9 @@ class TestDemonstrations:
 
     def test_columns_have_the_names_that_the_user_gives(self, read):
         row = {"q": "Hi", "a": "Hello", "prompt": 3}
-        assert read(row, "demonstration", prompt_key="q", completion_key="a").chosen == Conversation((HI, HELLO), 1)
+        assert read(row, "demonstration", columns={"prompt": "q", "completion": "a"}).chosen == Conversation(
+            (HI, HELLO), 1
+        )
 
     def test_parts_of_text(self, read):
         parts = [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]
@@ -146,7 +148,7 @@ class TestPreferences:
 
     def test_scores_of_other_names(self, read):
         row = {"prompt": "Hi", "chosen": "a", "rejected": "b", "good": 3, "bad": 1}
-        assert read(row, "preference", score_keys=("good", "bad")).margin == 2
+        assert read(row, "preference", columns={"scores": ("good", "bad")}).margin == 2
 
     def test_tools_are_those_of_both(self, read):
         made = read({"prompt": "Hi", "chosen": [ASKS], "rejected": "I cannot", "tools": [ADD]}, "preference")
@@ -294,7 +296,7 @@ class TestStreams:
         here = write(tmp_path / "f.json", [{"instruction": "Hi", "output": "Hello"}])
         there = write(tmp_path / "x" / "f.json", [{"q": "Hi", "completion": "Hello"}])
         mix = [{"path": here, "format": "alpaca"}, {"path": there}]
-        stream = open_examples(ExamplesConfig(mix=mix, shuffle=False, prompt_key="q"), 0, "demonstration")
+        stream = open_examples(ExamplesConfig(mix=mix, shuffle=False, columns={"prompt": "q"}), 0, "demonstration")
         assert [stream.at(i).id for i in range(2)] == [f"{here}:1", f"{there}:1"]
         assert stream.at(0).chosen == stream.at(1).chosen == Conversation((HI, HELLO), 1)
 
@@ -354,7 +356,7 @@ class TestSettings:
             ({"path": "a", "hub": "b/c"}, "got path and hub"),
             ({"mix": [{"path": "a", "weight": 1}, {"path": "b"}]}, "a weight for every file or for none"),
             ({"mix": [{"path": "a", "weight": 0}]}, "greater than 0"),
-            ({"path": "a", "format": "alpaca", "prompt_key": "q"}, "remove data.prompt_key"),
+            ({"path": "a", "format": "alpaca", "columns": {"prompt": "q"}}, "remove data.columns.prompt"),
             ({"path": "a", "max_tokens": 1}, "greater than or equal to 2"),
         ],
     )

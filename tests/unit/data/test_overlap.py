@@ -176,7 +176,7 @@ class TestSettings:
     def test_prompts(self, tmp_path):
         rows = [{"question": q, "answer": "1"} for q in (OTHER, OTHER.upper(), LONG, "What?")]
         path, test = write(tmp_path / "f.jsonl", rows), write(tmp_path / "t.jsonl", [{"problem": LONG}])
-        config = DataConfig(path=path, eval_path=test, prompt_key="question", shuffle=False)
+        config = DataConfig(path=path, eval_path=test, shuffle=False)
         assert open_stream(config, 0).size == 4
         sifted = config.model_copy(update={"deduplicate": "exact", "decontaminate": (test,)})
         stream = open_stream(sifted, 0)

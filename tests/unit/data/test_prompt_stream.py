@@ -140,7 +140,11 @@ class TestFiles:
             {"chat": [{"role": "system", "content": "own"}, last], "answer": "1"},
         ]
         config = DataConfig(
-            path=write(tmp_path / name, rows), prompt_key="chat", system="S", instruction="!{question}", shuffle=False
+            path=write(tmp_path / name, rows),
+            columns={"prompt": "chat"},
+            system="S",
+            instruction="!{question}",
+            shuffle=False,
         )
         stream = open_stream(config, 0)
         first, second = ([(m.role, m.content) for m in stream.at(i).messages] for i in range(2))

@@ -64,7 +64,7 @@ BAD = {
     ),
     "kl-runaway": Bad(
         f"return {DIGITS}",
-        (*ALWAYS, "training.lr=2e-2", "algorithm.kl_coef=1e-6", "algorithm.reference=frozen", "training.steps=30"),
+        (*ALWAYS, "training.lr=2e-2", "algorithm.kl.coef=1e-6", "algorithm.reference=frozen", "training.steps=30"),
     ),
     "gradient-growth": Bad(
         f"share = {DIGITS}; return share if share < 0.7 else 1000 * share",

@@ -10,6 +10,7 @@ import pytest
 from bad_runs import BAD, DATA, kept
 
 from kitae.algorithms.stages import STAGES
+from kitae.config.recipe import _settings
 from kitae.config.root import ROOTS, RLConfig
 from kitae.observe.diagnosis import LIVE, RULES, LiveDiagnosis, findings
 from kitae.observe.diagnosis.base import LOSSES, Finding, Rule, Seen
@@ -125,11 +126,14 @@ def test_live_rules_need_metrics_alone(rule: Rule) -> None:
 
 
 def test_advice_names_settings_that_exist() -> None:
-    known = {f"{name}.{key}" for name, section in RLConfig.sections().items() for key in section.model_fields}
+    known = {f"{name}.{key}" for name, section in RLConfig.tables().items() for key in section.model_fields}
+    inner = {f"{name}.{key}" for name, section in _settings(RLConfig).items() for key in section if "." in name}
     for rule in RULES:
         text = f"{rule.when} {rule.advice}"
         named = set(re.findall(r"\b([a-z]+\.[a-z_]+)\b", text)) - {"console.log", "timeline.jsonl"}
         assert named <= known, (rule.name, named - known)
+        deeper = set(re.findall(r"\b([a-z]+\.[a-z_]+\.[a-z_]+)\b", text))
+        assert deeper <= inner, (rule.name, deeper - inner)
         for stage, choice in re.findall(r'algorithm\.(\w+) = "([\w-]+)"', text):
             assert choice in STAGES[stage].choices, (rule.name, stage, choice)
 
@@ -222,7 +226,7 @@ def test_a_run_that_begins_slowly_is_left_alone_while_it_goes_on() -> None:
 def test_groups_that_agree_teach_a_critic_all_the_same() -> None:
     seen = Seen(steps(5, reward=0.5, groups_with_signal=0), status="finished")
     assert names(seen) == ["dead-groups"]
-    assert names(replace(seen, settings={"algorithm.preset": "ppo"})) == []
-    assert names(replace(seen, settings={"algorithm.preset": "grpo"})) == ["dead-groups"]
-    assert names(replace(seen, settings={"algorithm.gate": "no_such_file.py:gate"})) == ["dead-groups"]
+    assert names(replace(seen, settings={"algorithm.advantage.name": "gae"})) == []
+    assert names(replace(seen, settings={"algorithm.advantage.name": "group-zscore"})) == ["dead-groups"]
+    assert names(replace(seen, settings={"algorithm.advantage.name": "no_such_file.py:f"})) == ["dead-groups"]
     assert names(replace(seen, settings={"training.group_size": 1})) == []

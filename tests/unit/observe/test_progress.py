@@ -199,7 +199,7 @@ def test_peak_memory_is_plausible() -> None:
 
 KINDS: dict[str, dict[str, Any]] = {
     "rl": {"data": {"task": "reverse"}},
-    "kl": {"data": {"task": "reverse"}, "algorithm": {"kl_coef": 0.01, "reference": "frozen"}},
+    "kl": {"data": {"task": "reverse"}, "algorithm": {"kl": {"coef": 0.01}, "reference": "frozen"}},
     "distil": {"data": {"task": "reverse"}, "method": {"kind": "distil", "teacher": "tiny"}},
     "sft": {"data": {"path": "chats.jsonl"}, "method": {"kind": "sft"}},
     "dpo": {"data": {"path": "pairs.jsonl"}, "method": {"kind": "dpo"}},

@@ -31,7 +31,7 @@ def test_two_ranks_learn_what_one_process_does(kind: str, lora: int, tmp_path: P
     write_rows(tmp_path / "held_out.jsonl", pairs(3, 90))
     alone = stage_config(tmp_path, f"model.lora_rank={lora}", kind=kind, lr=1e-3, steps=4, token_budget=24)
     if kind == "sft":
-        alone = override_config(alone, ["data.completion_key=chosen"])
+        alone = override_config(alone, ["data.columns.completion=chosen"])
     whole, spread = (run_stage(config).folder for config in (alone, override_config(alone, RANKS)))
     for x, y in zip(rows_of(spread), rows_of(whole), strict=True):
         for name in x.keys() & y.keys() & {"loss", "grad_norm", "avg", "accuracy", "reward_chosen"}:

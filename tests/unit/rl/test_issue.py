@@ -48,7 +48,7 @@ class Life:
     """One process of a run with batches of n slots; the journal outlives it."""
 
     def __init__(self, folder: Path, ask: Ask, n: int, oversample: float, max_refill: float = 3.0) -> None:
-        pipeline = {"refill": True, "oversample": oversample, "max_refill": max_refill}
+        pipeline = {"refill": {"most": max_refill, "oversample": oversample}}
         training = {"prompts_per_step": n, "steps": 1, "group_size": 2, "warmup_steps": 0}
         config = RLConfig.model_validate(
             {

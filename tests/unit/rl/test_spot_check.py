@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from short_settings import algorithm_of
 
-from kitae.algorithms.config import AlgorithmConfig
 from kitae.config.root import RLConfig
 from kitae.engines.base import Completion, Engine, Request, SamplingParams
 from kitae.engines.config import EngineConfig
@@ -45,7 +45,7 @@ class Two:
 
 
 def trainer_of(policy: Policy) -> LocalTrainer:
-    algorithm = AlgorithmConfig.model_validate({"preset": "grpo"})
+    algorithm = algorithm_of({"preset": "grpo"})
     return LocalTrainer(reinforced(policy, TrainingConfig(), algorithm, max_tokens=24, temperature=1.0))
 
 

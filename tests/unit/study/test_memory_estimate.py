@@ -45,9 +45,9 @@ WHOLE = 2.0  # bytes a weight that masters took more when all below was measured
 
 _MOVING = (
     "algorithm.reference=ema",
-    "algorithm.reference_every=1",
-    "algorithm.reference_mix=0.1",
-    "algorithm.kl_coef=0.1",
+    "algorithm.reference.every=1",
+    "algorithm.reference.mix=0.1",
+    "algorithm.kl.coef=0.1",
 )
 MEASURED = {
     # settings, tokens of a batch, dtype: GiB at the peak of `python benchmarks/memory.py` on a CPU without AMX
@@ -105,7 +105,7 @@ def test_near_what_a_gpu_has_taken(
     ("settings", "more"),
     [
         (("algorithm.preset=ppo",), SMOLLM2.parameters * 20),  # and the reference of its KL term
-        (("algorithm.reference=frozen", "algorithm.kl_coef=0.1"), SMOLLM2.parameters * 4),
+        (("algorithm.reference=frozen", "algorithm.kl.coef=0.1"), SMOLLM2.parameters * 4),
         (_MOVING, SMOLLM2.parameters * 8),  # an average in fp32, whatever the model is in
         (("training.moments=bfloat16",), -SMOLLM2.parameters * 4),
     ],
@@ -127,10 +127,10 @@ def test_adapters_are_counted_as_they_are() -> None:
     assert trained_parameters(some, SMOLLM2) == 16 * 30 * (1152 + 768)
 
 
-@pytest.mark.parametrize("kind", [("=frozen",), ("=reset", "_every=2")])
+@pytest.mark.parametrize("kind", [("=frozen",), ("=reset", ".every=2")])
 def test_a_reference_of_adapters_is_adapters(kind: tuple[str, ...]) -> None:
     settings = [f"algorithm.reference{x}" for x in kind]
-    parts = hold(config("model.lora_rank=16", "algorithm.kl_coef=0.1", *settings), SMOLLM2, CPU, torch.bfloat16, 4000)
+    parts = hold(config("model.lora_rank=16", "algorithm.kl.coef=0.1", *settings), SMOLLM2, CPU, torch.bfloat16, 4000)
     assert parts["reference"] == 4 * 4_884_480
 
 

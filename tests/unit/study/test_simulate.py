@@ -94,7 +94,7 @@ def test_the_run_leaves_its_timeline_in_simulated_time(tmp_path: Path) -> None:
 def test_groups_without_signal_are_replaced() -> None:
     filters: dict[str, Any] = {"algorithm": {"preset": "grpo", "filter": "zero-variance"}}
     work = replace(TAIL, signal=0.5)
-    settings = config(bound=1, pipeline={"refill": True, "max_refill": 10.0}, **filters)
+    settings = config(bound=1, pipeline={"refill": 10.0}, **filters)
     found = simulate(Schedule(settings, Hardware(3, 1), EXACT, work, steps=10))
     assert found.dropped == pytest.approx(8, abs=3) and found.refilled == pytest.approx(8, abs=2)
     assert found.samples_per_second * found.step_seconds == pytest.approx(32), "every batch is full"
@@ -110,7 +110,7 @@ def test_asking_more_prompts_at_once_saves_rounds() -> None:
     for oversample in (1, 1.5, 3):
         settings = config(
             bound=0,
-            pipeline={"refill": True, "max_refill": 10.0, "oversample": oversample},
+            pipeline={"refill": {"most": 10.0, "oversample": oversample}},
             algorithm={"preset": "grpo", "filter": "zero-variance"},
         )
         found[oversample] = simulate(Schedule(settings, Hardware(4, 0), EXACT, work, steps=10))

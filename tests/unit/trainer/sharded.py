@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from short_settings import algorithm_of
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from trainer_workers import make_worker, weighted
 
-from kitae.algorithms.config import AlgorithmConfig
 from kitae.data.packing import Row, lay_out, pack
 from kitae.models.config import ModelConfig
 from kitae.models.load import load_policy
@@ -88,7 +88,7 @@ class Crew:
 
     @classmethod
     def of(cls, folder: str, case: Case) -> "Crew":
-        algorithm = AlgorithmConfig.model_validate(case.choices)
+        algorithm = algorithm_of(case.choices)
         settings = ModelConfig.model_validate({"path": folder, "dtype": "float32", "device": "cpu", **case.model})
         policy = load_policy(settings)
         critic = ScalarModel(load_policy(settings)) if algorithm.advantage == "gae" else None
@@ -157,7 +157,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 def rows_of(samples: Sequence[Sample], choices: dict[str, Any], multiple: int = 4) -> list[Row]:
     """So many that every rank has as many. Every second sample is observed."""
-    samples = weighted(samples, AlgorithmConfig.model_validate(choices))
+    samples = weighted(samples, algorithm_of(choices))
     observed = {s.key for s in samples[::2]}
     parts = pack(samples, token_budget(TRAINING, CPU, torch.float32), multiple=multiple)
     return [lay_out(part, observed=observed) for part in parts]

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from short_settings import algorithm_with
 from test_gradient import make_samples
 from trainer_workers import column_of, forward_backward, make_worker, weighted
 
@@ -118,7 +119,7 @@ def test_nor_does_one_that_rests(
 def test_a_copy_computes_what_the_policy_does(architecture: str, loaded: Callable[..., Policy]) -> None:
     """The reference starts as the policy: no KL, to the last bit."""
     policy = loaded(architecture)
-    worker = make_worker(policy, algorithm=AlgorithmConfig(kl_coef=0.1, reference="frozen"), reference=True)
+    worker = make_worker(policy, algorithm=algorithm_with(kl_coef=0.1, reference="frozen"), reference=True)
     samples = make_samples(SHAPES)
     engine = NativeEngine(policy, EngineConfig(memory_gb=0.01))
     asyncio.run(engine.close())

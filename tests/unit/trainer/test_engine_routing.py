@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from short_settings import algorithm_with
 from test_gradient import assert_same
 from torch import Tensor, nn
 from trainer_workers import make_worker, weighted
@@ -31,7 +32,7 @@ from kitae.trainer.local_trainer import LocalTrainer
 from kitae.types import Chain, ExpertArray, Group, Message, Prompt, Rollout, Sample, Score, Segment
 
 TinyPolicy = Callable[..., Policy]
-ROUTED = AlgorithmConfig(routing="engine")
+ROUTED = algorithm_with(routing="engine")
 TURNS = 3
 
 

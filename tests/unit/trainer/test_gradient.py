@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from short_settings import algorithm_of, algorithm_with
 from trainer_workers import column_of, forward_backward, make_worker, weighted
 from transformers import AutoModelForCausalLM
 
@@ -71,7 +72,7 @@ def test_logprobs_and_gradient_equal_plain_autograd(
     architecture: str, tiny_policy: TinyPolicy, tiny_folder: Callable[[str], Path]
 ) -> None:
     samples = make_samples(SHAPES, gaps=True)
-    algorithm = AlgorithmConfig(preset="grpo", entropy_coef=0.01)
+    algorithm = algorithm_with(preset="grpo", entropy_coef=0.01)
     policy = tiny_policy(architecture)
     got = gradient(policy, samples, algorithm)
     ours = column_of(make_worker(policy, temperature=TEMPERATURE), samples)
@@ -103,9 +104,9 @@ def test_gradient_does_not_depend_on_the_cut(tiny_policy: TinyPolicy, data: st.D
     aggregation = data.draw(
         st.sampled_from(["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "constant-length", "prompt-mean"])
     )
-    length = {"constant_length": 64} if aggregation == "constant-length" else {}
+    length = {"aggregation_length": 64} if aggregation == "constant-length" else {}
     samples = make_samples(shapes, gaps=data.draw(st.booleans()))
-    algorithm = AlgorithmConfig.model_validate({"preset": "grpo", "aggregation": aggregation, **length})
+    algorithm = algorithm_of({"preset": "grpo", "aggregation": aggregation, **length})
     policy = tiny_policy()
     whole = gradient(policy, samples, algorithm, token_budget=10_000)
     shuffled = data.draw(st.permutations(samples))
@@ -142,7 +143,7 @@ def test_bfloat16_gradients_are_as_close_to_fp32_as_those_of_plain_torch(
 ) -> None:
     """Fused layers whose products add into the masters, against the model's own modules."""
     samples = make_samples(SHAPES)
-    algorithm = AlgorithmConfig(preset="grpo", kl_coef=0.0)
+    algorithm = algorithm_with(preset="grpo", kl_coef=0.0)
     exact = tiny_policy(architecture, plain=True)
     for p in exact.model.parameters():
         p.data = p.data.bfloat16().float()

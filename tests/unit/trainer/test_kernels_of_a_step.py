@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from short_settings import algorithm_of
 from test_gradient import make_samples
 from torch import Tensor
 from trainer_workers import column_of, forward_backward, make_worker, weighted
@@ -159,12 +160,12 @@ CASES: dict[str, dict[str, Any]] = {
 
 def step(case: dict[str, Any], tiny_policy: TinyPolicy, architecture: str) -> dict[str, Tensor]:
     """Log-probs, gradients, and weights after two updates, of all that learns."""
-    algorithm = AlgorithmConfig.model_validate({"preset": "grpo", **case.get("algorithm", {})})
+    algorithm = algorithm_of({"preset": "grpo", **case.get("algorithm", {})})
     training = TrainingConfig(lr=1e-3, **case.get("training", {}))
     policy = tiny_policy(architecture, **case.get("model", {}))
     policy.plain = case.get("apart", False)
     critic = ScalarModel(tiny_policy(architecture)) if algorithm.advantage == "gae" else None
-    reference = bool(algorithm.kl_coef)
+    reference = bool(algorithm.kl.coef)
     worker = make_worker(policy, training, algorithm, critic=critic, reference=reference)
     samples = make_samples(SHAPES, gaps=True)
     found = {f"logp {i}": torch.from_numpy(logp) for i, logp in enumerate(column_of(worker, samples))}

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from short_settings import algorithm_with
 from test_gradient import SHAPES, make_samples
 from trainer_workers import column_of, forward_backward, make_worker
 
-from kitae.algorithms.config import AlgorithmConfig
 from kitae.algorithms.control import Control
 from kitae.algorithms.group_stages import GroupStages
 from kitae.engines.base import Completion, Request, SamplingParams
@@ -42,7 +42,7 @@ def move(policy: Policy, by: float = 0.05) -> None:
 
 
 def reference_of(policy: Policy, **choices: Any) -> Reference:
-    algorithm = AlgorithmConfig(kl_coef=0.1, **{"reference": "frozen", **choices})
+    algorithm = algorithm_with(kl_coef=0.1, **{"reference": "frozen", **choices})
     return Reference(policy, algorithm, TRAINING, temperature=1.0)
 
 
@@ -55,7 +55,7 @@ def scores(reference: Reference, samples: list[Sample]) -> list[FloatArray]:
 def test_a_frozen_reference_stays_the_initial_model(settings: dict[str, Any], tiny_policy: TinyPolicy) -> None:
     policy = tiny_policy(**settings)
     samples = make_samples(SHAPES)
-    algorithm = AlgorithmConfig(kl_coef=0.1, reference="frozen")
+    algorithm = algorithm_with(kl_coef=0.1, reference="frozen")
     worker = make_worker(policy, TRAINING, algorithm, reference=True)
     before = column_of(worker, samples)
     move(policy)
@@ -134,7 +134,7 @@ def with_values(samples: list[Sample], target: float) -> list[Sample]:
 def critic_of(
     policy: Policy, critic: Policy, training: TrainingConfig = TRAINING, *, lr: float = 1e-2, clip: float = 0.0
 ) -> Worker:
-    algorithm = AlgorithmConfig(preset="ppo", kl_coef=0.0, critic_lr=lr, critic_clip=clip)
+    algorithm = algorithm_with(preset="ppo", kl_coef=0.0, critic_lr=lr, critic_clip=clip)
     return make_worker(policy, training, algorithm, critic=ScalarModel(critic))
 
 
@@ -196,7 +196,7 @@ def some_groups(count: int = 4) -> list[Group]:
 
 
 def make(policy: Policy, training: TrainingConfig, critic: Policy | None = None, **choices: Any) -> Learner:
-    algorithm = AlgorithmConfig(**choices)
+    algorithm = algorithm_with(**choices)
     groups = GroupStages(algorithm, 8)
     values = None if critic is None else ScalarModel(critic)
     worker = make_worker(policy, training, algorithm, reference=groups.wants_reference, critic=values)
@@ -216,7 +216,7 @@ def test_a_step_counts_its_updates_and_measures(tiny_policy: TinyPolicy) -> None
 
 
 def test_no_samples_no_update(tiny_policy: TinyPolicy) -> None:
-    learner = make(tiny_policy(), TRAINING, preset="raft", correct_above=2.0)
+    learner = make(tiny_policy(), TRAINING, preset="raft", filter_correct_above=2.0)
     assert learn(learner, 1).updates == 0
     assert learner.updates == 0
 
@@ -257,7 +257,7 @@ def test_an_estimate_replaces_the_extra_forward_pass(tiny_policy: TinyPolicy, mo
 def test_learning_state_round_trip(tiny_policy: TinyPolicy, tmp_path: Path) -> None:
     choices: dict[str, Any] = {
         "kl_coef": 0.1, "kl_target": 0.01, "kl_horizon": 10.0, "reference": "reset", "reference_every": 1,
-        "entropy_target": 9.0, "reward_norm": "running",
+        "entropy_target": 9.0, "shaping_norm": "running",
     }  # fmt: skip
     learner = make(tiny_policy(), TRAINING, **choices)
     for step in (1, 2):

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from short_settings import algorithm_with
 from test_gradient import SHAPES, assert_same, make_samples
 from trainer_workers import make_worker, weighted
 from transformers import AutoModelForCausalLM
@@ -67,7 +68,7 @@ def unjudged(sample: Sample) -> Sample:
 def test_a_row_without_loss_tokens_has_no_gradient_and_no_metrics(
     row: Row, role: Role, tiny_policy: TinyPolicy
 ) -> None:
-    algorithm = AlgorithmConfig(preset="ppo", kl_coef=0.0)
+    algorithm = algorithm_with(preset="ppo", kl_coef=0.0)
     worker = make_worker(tiny_policy(), algorithm=algorithm, critic=ScalarModel(tiny_policy()))
     before = [p.detach().clone() for p in worker.trained[role].optimizer.parameters]
     numbers = worker.forward_backward([row], Conditions(), [role]).numbers()

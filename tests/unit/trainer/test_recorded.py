@@ -4,10 +4,10 @@ import asyncio
 from collections.abc import Callable
 
 import numpy as np
+from short_settings import algorithm_with
 from test_gradient import make_samples
 from trainer_workers import column_of, make_worker, weighted
 
-from kitae.algorithms.config import AlgorithmConfig
 from kitae.models.policy import Policy
 from kitae.trainer.base import Batch, Conditions, Role
 from kitae.trainer.collective_ops import Alone
@@ -18,7 +18,7 @@ from kitae.trainer.objectives import Likelihood
 from kitae.trainer.trainable_model import TrainableModel
 
 SHAPES = [(0, 5, 3), (0, 5, 9), (1, 12, 1), (1, 12, 7), (2, 30, 20), (3, 1, 4)]
-CLIPPED = AlgorithmConfig(preset="grpo", clip_low=0.2, clip_high=0.2)
+CLIPPED = algorithm_with(preset="grpo", clip_low=0.2, clip_high=0.2)
 
 
 def test_numbers_of_observed_samples(tiny_policy: Callable[..., Policy]) -> None:

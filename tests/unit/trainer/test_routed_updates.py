@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from short_settings import algorithm_with
 from test_gradient import SHAPES, assert_same, gradient, make_samples
 from trainer_workers import make_worker
 
@@ -23,7 +24,7 @@ from kitae.trainer.local_trainer import LocalTrainer
 from kitae.types import Sample
 
 TinyPolicy = Callable[..., Policy]
-ROUTED = AlgorithmConfig(routing="old")
+ROUTED = algorithm_with(routing="old")
 TRAINING = TrainingConfig(minibatches=2)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from short_settings import algorithm_with
 from test_gradient import SHAPES, assert_same, gradient, make_samples
 from test_routed_updates import annotated
 from trainer_workers import forward_backward, make_worker, weighted
@@ -26,7 +27,7 @@ CUTS: list[dict[str, Any]] = [{}, {"share_prompts": False}, {"token_budget": 24}
 
 
 def algorithm(**choices: Any) -> AlgorithmConfig:
-    return AlgorithmConfig(preset="grpo", routing="old", **choices)
+    return algorithm_with(preset="grpo", routing="old", **choices)
 
 
 def read(policy: Policy, tokens_T: torch.Tensor) -> None:
@@ -70,7 +71,7 @@ def test_terms_equal_plain_autograd_however_rows_are_cut(
 ) -> None:
     policy = tiny_policy(architecture)
     samples = annotated(policy, make_samples(SHAPES, gaps=True))
-    plain, with_terms = algorithm(), algorithm(router_z_coef=z, router_balance_coef=balance)
+    plain, with_terms = algorithm(), algorithm(experts_z_coef=z, experts_balance_coef=balance)
     without = gradient(policy, samples, plain)
     expected = by_hand(policy, weighted(samples, with_terms), z, balance)
     assert max(value.abs().max() for value in expected.values()) > 1e-3, "they say something"
@@ -82,7 +83,7 @@ def test_terms_equal_plain_autograd_however_rows_are_cut(
 def test_the_numbers_are_those_of_the_whole_batch(tiny_policy: TinyPolicy) -> None:
     policy = tiny_policy("qwen3_moe")
     samples = annotated(policy, make_samples(SHAPES))
-    chosen = algorithm(router_z_coef=0.1, router_balance_coef=0.1)
+    chosen = algorithm(experts_z_coef=0.1, experts_balance_coef=0.1)
     found = []
     for cut in CUTS[:3]:
         policy.plain = not cut.get("share_prompts", True)
@@ -133,7 +134,7 @@ def test_shares_are_weighted_and_leave_out_what_has_no_record() -> None:
 
 def test_a_model_without_routers_is_refused(tiny_policy: TinyPolicy) -> None:
     with pytest.raises(ModelError, match="needs router modules"):
-        make_worker(tiny_policy(), algorithm=AlgorithmConfig(preset="grpo", router_z_coef=0.1))
+        make_worker(tiny_policy(), algorithm=algorithm_with(preset="grpo", experts_z_coef=0.1))
 
 
 def test_transformers_has_the_same_balance_up_to_its_factor(tiny_policy: TinyPolicy) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from short_settings import algorithm_with
 from torch import Tensor
 from trainer_workers import column_of, forward_backward, make_worker
 from transformers import AutoModelForCausalLM
@@ -181,7 +182,7 @@ def test_the_divergence_of_a_step_is_that_of_all_logits(
 ) -> None:
     """Loss and gradient; its temperature is its own, whatever that of the rollouts."""
     student = load(student_folder)
-    algorithm = AlgorithmConfig(preset="gkd", correction="none")
+    algorithm = algorithm_with(preset="gkd", correction="none")
     worker = make_worker(
         student, TRAINING, algorithm, temperature=1.3, teacher=teacher_of(teacher_folder),
         divergence=JSD(beta, temperature),
@@ -234,7 +235,7 @@ def test_rows_of_padding_of_the_teacher_do_not_count(
 
 def taught(student: Policy, folder: Path) -> Worker:
     """By a divergence."""
-    algorithm = AlgorithmConfig(preset="gkd", correction="none")
+    algorithm = algorithm_with(preset="gkd", correction="none")
     return make_worker(student, TRAINING, algorithm, teacher=teacher_of(folder), divergence=JSD(0.5, 1.0))
 
 
