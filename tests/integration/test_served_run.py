@@ -60,7 +60,7 @@ def test_a_server_that_lies_is_taken_out_of_a_run(
         "engine.urls": json.dumps(servers),
         "engine.spot_check": 0.5,
         "algorithm.filter": "none",
-        "pipeline.refill": "false",
+        "pipeline.refill": 0,
         "verifier.max_error_share": 1.0,
         "training.steps": 3,
         "training.prompts_per_step": 4,

@@ -258,7 +258,7 @@ def test_a_run_trains_on_it(folder: Path, tmp_path: Path) -> None:
         "engine.server_args": '["--enforce-eager"]',
         "engine.spot_check": 0.5,
         "algorithm.filter": "none",
-        "pipeline.refill": "false",
+        "pipeline.refill": 0,
         "training.steps": 3,
         "training.prompts_per_step": 2,
         "training.group_size": 4,

@@ -91,7 +91,7 @@ class Crew:
         algorithm = algorithm_of(case.choices)
         settings = ModelConfig.model_validate({"path": folder, "dtype": "float32", "device": "cpu", **case.model})
         policy = load_policy(settings)
-        critic = ScalarModel(load_policy(settings)) if algorithm.advantage == "gae" else None
+        critic = ScalarModel(load_policy(settings)) if algorithm.advantage.name == "gae" else None
         mesh = None if case.parallel is None else Mesh(case.parallel, policy.device)
         if mesh is not None:
             shard(policy, mesh)

@@ -164,7 +164,7 @@ def step(case: dict[str, Any], tiny_policy: TinyPolicy, architecture: str) -> di
     training = TrainingConfig(lr=1e-3, **case.get("training", {}))
     policy = tiny_policy(architecture, **case.get("model", {}))
     policy.plain = case.get("apart", False)
-    critic = ScalarModel(tiny_policy(architecture)) if algorithm.advantage == "gae" else None
+    critic = ScalarModel(tiny_policy(architecture)) if algorithm.advantage.name == "gae" else None
     reference = bool(algorithm.kl.coef)
     worker = make_worker(policy, training, algorithm, critic=critic, reference=reference)
     samples = make_samples(SHAPES, gaps=True)
