@@ -103,7 +103,8 @@ class GroupStages:
         """Why a group is not trained on, or None if it is."""
         valid = self._judged(group)
         if not valid or (self.wants_greedy and not _judged(group.greedy)):
-            return "errors" if not group.valid or valid else "truncated"
+            judged = bool(group.valid) and not valid  # all that were judged were truncated, and are left out
+            return "truncated" if judged else "errors"
         keep_G, reason = self._filter(valid)
         return None if keep_G.any() else reason
 

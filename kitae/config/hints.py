@@ -130,12 +130,14 @@ DECIDED = {
 """Settings that there were, and what holds without them."""
 
 _REASONS = {
-    "backend use_vllm vllm vllm_mode vllm_num_engines sglang": "Kitae samples with an engine of its own",
+    "backend use_vllm vllm vllm_mode vllm_num_engines sglang": "engine.kind says which engine samples, engine.count "
+    "how many",
     "deepspeed fsdp zero_stage tensor_parallel_size tensor_model_parallel_size data_parallel_size nnodes num_gpus "
-    "n_gpus_per_node world_size": "Kitae trains on one device",
+    "n_gpus_per_node world_size": "the section cluster says how many ranks train, and how they share a model",
     "logging_steps log_every log_interval": "every step is shown, and logged in RUN/metrics.jsonl",
-    "report_to wandb use_wandb logger tensorboard": "a run's numbers are in RUN/metrics.jsonl, and are sent nowhere",
-    "fp16 load_in_4bit load_in_8bit quantization": "weights are bfloat16 or float32",
+    "report_to wandb use_wandb logger tensorboard": "a run's numbers are in RUN/metrics.jsonl, and observe.trackers "
+    "sends them on",
+    "fp16 load_in_4bit load_in_8bit": "weights are bfloat16 or float32",
     "push_to_hub hub_model_id": "the trained model is the folder RUN/model",
     "reward_model reward_pretrain": "a reward model is a verifier: verifier.name='reward_model'",
     "relays": "engines fetch weights from the trainer itself: cluster.transport",

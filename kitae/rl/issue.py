@@ -195,8 +195,8 @@ class Issuing:
         had in all, dropped ones included.
 
         Groups are judged in the order in which they were issued, even if a later one is ready first: short answers have
-        no advantage. Groups after the first that can be trained on are spare. That also holds where an interrupted run
-        had replaced a group that can be trained on now, because its verifier works again, say.
+        no advantage. Groups after the first that can be trained on are spare. After an interruption the replacement
+        of a group may be spare: the group itself can be trained on now if, say, its verifier works again.
         """
         width = self._width(slot)
         new, paid = max(0, width - had), max(0, had - width)  # prompts to issue; replacements that were counted before

@@ -126,8 +126,8 @@ def hold(
 
 
 def _in_turns(config: RLConfig, parts: dict[str, float]) -> dict[str, float]:
-    """Where one of engine and trainer stands still while the other works, what they give back then has one place: of
-    the engine's counts what it has more of."""
+    """The peak where engine and trainer work in turns. The engine gives its copies back before the trainer needs memory
+    for gradients and activations, so the larger of the two is counted: the engine's part is what it exceeds them by."""
     e = config.engine
     if e.kind != "native" or (config.pipeline.max_staleness > 0 and e.keep_cache):
         return parts

@@ -71,8 +71,8 @@ class WorkerPool(Generic[M]):
 
     make: None: members only `join`. patience: seconds that work waits for a member when none is left; then it fails.
     note: gets what the user should know: losses, replacements, starts that failed. at_end: called when all members have
-    been closed. admit: has a new member join when it
-    may; it is called with the member and with what lets it join, and raises a `KitaeError` where it may not.
+    been closed. admit: checks a new member and has it join; it is called with the member and with what lets it join,
+    and raises a `KitaeError` where it must not join.
 
     A member raises `WorkerLost`, or an error of that kind, when it is lost. A subclass says what its members and the
     whole are called, and which error is raised when no member is left.
