@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 _REPORT = 64  # new tokens of a sequence that are worth a report
 _PACE = 10.0  # seconds between two such reports, where they are filed
+_MOMENT = 0.002  # seconds
 
 
 def main(setup: dict[str, Any], stream: socket.socket) -> None:
@@ -130,19 +131,23 @@ class EngineWorker(Served):
             for s, place in zip(sampled, filed, strict=True)
         ]
 
+    async def _until_free(self, request_id: str) -> None:
+        """Wait until a cancelled request with this id is gone, which the engine's thread takes a moment for. The owner
+        refuses an id that is in flight, so nothing else has it."""
+        while request_id in self._flights or any(s.request.id == request_id for s in self.engine.in_flight()):
+            await asyncio.sleep(_MOMENT)
+
     async def _generate(self, frame: Frame) -> Reply:
         request, flight = engine_frames.request_of(frame), frame.header["flight"]
-        known = request.id in self._flights  # then it is refused
-        if not known:
-            self._flights[request.id] = flight
+        await self._until_free(request.id)
+        self._flights[request.id] = flight
         try:
             done = await self.engine.generate(request)
             text = self._chat.read(done.tokens, request.sampling.stop_strings).text if self._columns else ""
             (sampled,) = await self._file([done.sampled], [text])
         finally:
-            if not known:
-                del self._flights[request.id]
-                self._reported.pop(flight, None)
+            del self._flights[request.id]
+            self._reported.pop(flight, None)
         header, arrays = engine_frames.sampled_to_wire(sampled, done.experts)
         return {"finish": done.finish, **header}, arrays
 

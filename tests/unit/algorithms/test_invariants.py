@@ -453,7 +453,7 @@ def test_07_weights_and_anchors_carry_no_gradient(data: st.DataObject) -> None:
     for name in CORRECTIONS:
         corrected = make_objective(**{**PLAIN, "gate": "likelihood", "correction": name})
         plain = make_objective(**{**PLAIN, "gate": "likelihood"})
-        read = {key: getattr(corrected.config, key) for key in keyword_settings(CORRECTIONS[name])}
+        read = {key: getattr(corrected.config.correction, key) for key in keyword_settings(CORRECTIONS[name])}
         expected = loss_of(plain, tokens)[1] * CORRECTIONS[name](tokens, **read)
         torch.testing.assert_close(loss_of(corrected, tokens)[1], expected)
 
