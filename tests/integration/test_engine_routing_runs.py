@@ -100,7 +100,7 @@ def test_who_does_not_ask_stores_nothing(tiny_folder: TinyFolder, tmp_path: Path
 
 
 def test_a_model_without_experts_is_refused_before_a_run_begins(tmp_path: Path) -> None:
-    with pytest.raises(KitaeError, match="needs a mixture of experts, got 'tiny' .LlamaForCausalLM."):
+    with pytest.raises(KitaeError, match="needs a mixture of experts, got 'tiny'"):
         run_toy(tmp_path, *SHORT, "algorithm.experts.routing=engine")
 
 
