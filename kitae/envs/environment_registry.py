@@ -51,6 +51,7 @@ def _command(params: Params) -> World:
 
 
 def _verifiers(params: Params) -> World:
+    """Environments of Prime Intellect's package `verifiers`, in an interpreter that has it."""
     try:
         from kitae.envs.prime_verifiers.prime_world import VerifiersWorld
     except ImportError as missing:
