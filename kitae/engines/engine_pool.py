@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from kitae.engines.base import Capabilities, Completion, Engine, EngineStats, Request, Sampled, WeightUpdate
 from kitae.engines.requests_in_flight import Ending
-from kitae.errors import EngineError, EngineLost, RequestError, WeightsDamaged
+from kitae.errors import EngineError, EngineLost, KitaeError, RequestError, WeightsDamaged
 from kitae.workers.pool import Membership, Replacement, WorkerPool
 
 if TYPE_CHECKING:
@@ -74,6 +74,8 @@ class EnginePool(WorkerPool[Engine]):
         self._busy: dict[Engine, float] = {}  # seconds of each engine that are part of `_past`
         self._paused = False
         self._capabilities: Capabilities | None = None
+        self._arrivals: list[Engine | WeightsDamaged] = []  # that were started since the last update began
+        self._short = False  # an update has lost all engines, and waits for one
 
     @classmethod
     def of(cls, engines: Sequence[Engine], patience: float = 300.0) -> "EnginePool":
@@ -101,6 +103,21 @@ class EnginePool(WorkerPool[Engine]):
         return self._capabilities
 
     # Engines come and go.
+
+    async def _started(self, number: int) -> Engine:
+        """Known before it is admitted, which may wait for the end of an update that has lost all other engines."""
+        try:
+            engine = await super()._started(number)
+            self._arrivals.append(engine)
+            return engine
+        except WeightsDamaged as error:
+            self._arrivals.append(error)
+            raise
+        finally:
+            self._wake()
+
+    def _counts(self, error: KitaeError) -> bool:
+        return not (self._short and isinstance(error, WeightsDamaged))  # the update sends them again
 
     async def _prepare(self, engine: Engine) -> None:
         found, known = engine.capabilities, self._capabilities
@@ -219,12 +236,33 @@ class EnginePool(WorkerPool[Engine]):
 
     async def update_weights(self, update: WeightUpdate) -> int:
         self.check_open()
+        self._arrivals.clear()
         versions = set(await self.broadcast(lambda engine: engine.update_weights(update)))
+        while not versions and self._make is not None:
+            versions = await self._update_one_more(update)
         if len(versions) > 1:
             raise EngineError(f"all engines of a pool must serve version {update.version}, got {sorted(versions)}")
         served = versions.pop() if versions else update.version  # one that joins has it
         self._past = replace(self._past, version=served)
         return served
+
+    async def _update_one_more(self, update: WeightUpdate) -> set[int]:
+        """All engines were lost over an update, so nobody has said whether it can be loaded: ask one that takes their
+        place. Nothing is returned if that is lost as well."""
+        self._short = True
+        try:
+            await self.some(lambda: not self._arrivals)
+        finally:
+            self._short = False
+        if self._places:
+            return set(await self.broadcast(lambda engine: engine.update_weights(update)))
+        match self._arrivals.pop():
+            case WeightsDamaged() as error:
+                raise error
+            case engine:
+                with suppress(EngineLost):
+                    return {await engine.update_weights(update)}
+        return set()
 
     def _worst(self, errors: Sequence[BaseException]) -> BaseException:
         """Damaged weights can be sent again, so errors that cannot be helped come first."""

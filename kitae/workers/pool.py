@@ -309,7 +309,7 @@ class WorkerPool(Generic[M]):
     def _start_failed(self, number: int, error: KitaeError) -> None:
         self.refused += 1
         retry = self._replacement.retry
-        if self._is_spent(number, self.name_of(number), str(error)):
+        if self._counts(error) and self._is_spent(number, self.name_of(number), str(error)):
             return
         if not self._complained:  # once, until one joins
             self._complained = True
@@ -414,6 +414,10 @@ class WorkerPool(Generic[M]):
 
     def _before_leave(self, member: M) -> None:
         """Before it is out."""
+
+    def _counts(self, error: KitaeError) -> bool:
+        """Whether a start that failed with this error is one too many at some time."""
+        return True
 
     async def _drain(self, place: Membership[M]) -> None:
         """Have a member that leaves give up its work."""

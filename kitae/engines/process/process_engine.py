@@ -110,7 +110,8 @@ class ProcessEngine:
         self._tasks = BackgroundTasks()
 
     async def start(self) -> None:
-        """Start the process and wait until it serves what was published last; `EngineError` if it cannot."""
+        """Start the process and wait until it serves what was published last; `EngineError` if it cannot, which is
+        `WeightsDamaged` if that does not arrive whole."""
         try:
             remote = self._remote = await RemoteWorker.start(
                 self._cluster, self._spec, self._limits, EngineError, self._on_event, self._stalled
@@ -119,9 +120,10 @@ class ProcessEngine:
             await self._check_shared(remote)
             async with self._weight_store.hold() as manifest:
                 if manifest is not None:
-                    if await self._load(manifest):
-                        raise EngineError(
-                            f"the shared copy of version {manifest.version} is damaged, and a new process needs it"
+                    if damaged := await self._load(manifest):
+                        raise WeightsDamaged(
+                            f"the shared copy of version {manifest.version} is damaged, and a new process needs it: "
+                            f"damaged are {len(damaged)} of {len(manifest.buckets)} buckets"
                         )
                     self._version = manifest.version
         except WorkerLost as error:

@@ -329,6 +329,43 @@ def test_a_process_stands_still_until_the_weights_come_whole(engine: Pool, polic
     run(body())
 
 
+def test_a_process_lost_in_a_damaged_update(engine: Pool, policy: Policy, run: Run[Any]) -> None:
+    """The one that takes its place says that the weights are damaged, and they are sent again."""
+
+    async def body() -> None:
+        manifest = await publish(engine, policy, 1, in_full=True)
+        flip(engine._weight_store.descriptors[0])
+        os.kill(engine.pid, signal.SIGSTOP)
+        updating = asyncio.create_task(engine.update_weights(WeightUpdate(1, manifest)))
+        await asyncio.sleep(0.1)
+        os.kill(engine.pid, signal.SIGKILL)
+        with pytest.raises(WeightsDamaged, match=r"version 1 .* damaged are 1 of 1 buckets"):
+            await updating
+        assert engine.stats().version == 0
+        await send(engine, policy, 2)
+        assert (await engine.generate(requests(1)[0])).versions == (2,) * 40
+
+    async def as_in_a_run() -> dict[str, float]:
+        """There, an engine that joins waits for the end of the hand-over."""
+        source = Source(engine, policy)
+        sync = WeightSync(source, engine, recompute=False, tolerance=1e-5)
+        await sync.hand_over(3)
+        before, engine.admit, source.damage = engine.admit, sync.admit, 1
+        os.kill(engine.pid, signal.SIGKILL)
+        while engine.members:
+            await asyncio.sleep(0.01)
+        shift(policy, 0.01, seed=5)
+        metrics = await sync.hand_over(4)
+        await engine.some()
+        engine.admit = before
+        assert (await engine.probe())[0].gap(score_probe(policy)) == 0
+        return metrics
+
+    run(body())
+    assert run(as_in_a_run())["sync_resent"] == 1
+    engine._failures.clear()  # other tests kill it too
+
+
 def test_nothing_is_published_while_a_process_loads(
     engine: Pool, policy: Policy, run: Run[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
