@@ -17,6 +17,7 @@ from kitae.rl.config import EvalConfig, PipelineConfig
 from kitae.trainer.config import TrainingConfig
 from kitae.verifiers.config import VerifierConfig
 from kitae.workers.config import ClusterConfig
+from kitae.workers.gpus import COMPUTING
 
 
 def groups(a: AlgorithmConfig, t: TrainingConfig) -> Iterator[str]:
@@ -158,14 +159,27 @@ def placed(c: ClusterConfig, engine: EngineConfig, model: ModelConfig, m: Method
         )
     if c.engines and engine.kind == "native":
         yield f"cluster.engines = {c.engines} are processes of their own, got engine.kind = 'native'"
+    yield from _gpus(c, model)
     if c.ranks > 1 and isinstance(m, DistilMethod) and not m.teacher.url:
         yield f"cluster.ranks = {c.ranks} needs a teacher behind a server (method.teacher.url), got one that is loaded"
     if c.ranks > 1 and model.exact:
         yield f"model.exact needs cluster.ranks = 1, got {c.ranks}: sums over ranks are added up in another order"
 
 
+def _gpus(c: ClusterConfig, model: ModelConfig) -> Iterator[str]:
+    """On a Ray cluster a process sees the GPUs that its pool asks for, and no others."""
+    if c.backend != "ray" or not model.device.startswith("cuda"):
+        return
+    if model.device != "cuda":
+        yield f"model.device must be auto, cpu or cuda with cluster.backend = 'ray', got {model.device!r}"
+    for name in COMPUTING:
+        if name in c.pools and c.pools[name].gpus == 0:
+            yield f"cluster.pools.{name}.gpus must be above 0 with model.device = 'cuda', got 0"
+
+
 def engineless(c: ClusterConfig, model: ModelConfig) -> Iterator[str]:
     """Where nothing is sampled."""
+    yield from _gpus(c, model)
     if c.engines:
         yield f"cluster.engines must be 0 where nothing is sampled, got {c.engines}"
     if c.ranks > 1 and model.exact:

@@ -18,7 +18,9 @@ from kitae.models.load import pick_device
 from kitae.models.policy import Policy
 from kitae.weights.published_version import EmptyWeightStore, WeightStore
 from kitae.workers.base import Cluster
+from kitae.workers.gpus import GpuShares, visible_gpus
 from kitae.workers.pool import Replacement
+from kitae.workers.subprocesses import LocalCluster
 
 POOL = "engines"
 _ON_THIS_MACHINE = Replacement(retry=1.0, most=3, within=60.0)
@@ -63,6 +65,7 @@ async def _processes(order: EngineOrder) -> EnginePool:
     """In processes of their own."""
     on_cluster = order.cluster is not None
     shares = [[]] if on_cluster else _own_cores(order.model, order.config)
+    cluster = order.cluster or LocalCluster(GpuShares(visible_gpus(), order.model.device, led=True))
 
     async def make(number: int) -> ProcessEngine:
         cores = shares[number % len(shares)]
@@ -73,7 +76,7 @@ async def _processes(order: EngineOrder) -> EnginePool:
             threads=len(cores) or None,
             cores=cores or None,
             version=order.version,
-            cluster=order.cluster,
+            cluster=cluster,
             pool=POOL,
             name=f"engine {number}",
             columns=order.columns if on_cluster else None,

@@ -1,29 +1,26 @@
-"""Facts about a model for code that does not hold it: its tokenizer, context length and dtype."""
+"""Facts about a model for code that does not hold it: its tokenizer and context length."""
 
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from transformers import AutoConfig
 
 from kitae.models.config import ModelConfig
-from kitae.models.load import find_model, load_tokenizer, pick_device, pick_dtype
+from kitae.models.load import find_model, load_tokenizer
 from kitae.models.policy import Policy
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """`ModelFacts(tokenizer, generation_config, max_context=8192, dtype=torch.bfloat16)`; generation: None if the model
-    has no such config."""
+    """`ModelFacts(tokenizer, generation_config, max_context=8192)`; generation: None if the model has none."""
 
     tokenizer: Any
     generation: Any
     max_context: int
-    dtype: torch.dtype
 
     @classmethod
     def of(cls, policy: Policy) -> "ModelFacts":
-        return cls(policy.tokenizer, policy.base.generation_config, policy.max_context, policy.dtype)
+        return cls(policy.tokenizer, policy.base.generation_config, policy.max_context)
 
     @classmethod
     def read(cls, config: ModelConfig) -> "ModelFacts":
@@ -32,5 +29,4 @@ class ModelFacts:
         folder = find_model(config.path)
         assert folder is not None
         text = AutoConfig.from_pretrained(folder).get_text_config()
-        dtype = pick_dtype(config.dtype, pick_device(config.device))
-        return cls(tokenizer, generation, int(text.max_position_embeddings), dtype)
+        return cls(tokenizer, generation, int(text.max_position_embeddings))

@@ -204,16 +204,18 @@ def has_bfloat16() -> bool:
     return platform.machine() != "aarch64" or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
-def check_model(config: ModelConfig, *, reward: bool = False) -> Path:
+def check_model(config: ModelConfig, *, reward: bool = False, here: bool = True) -> Path:
     """The folder of the model, after all checks that need no weights; downloads the model if need be.
 
-    reward: whether a reward model is accepted too.
+    reward: whether a reward model is accepted too. here: whether it computes on this machine, which then must have the
+    device.
     """
     from transformers import AutoConfig
 
     from kitae.models.lora import import_peft
 
-    pick_device(config.device)
+    if here:
+        pick_device(config.device)
     if config.lora_rank:
         import_peft()
     folder = find_model(config.path)

@@ -90,7 +90,7 @@ async def start_serving(
     stack.push_async_callback(engine.close)
     await trainer.use_threads(torch.get_num_threads())  # an engine may have got some of the cores
     recompute = config.pipeline.in_flight == "recompute"
-    weights = WeightSync(trainer, engine, recompute=recompute, tolerance=probe_tolerance(learning.facts.dtype))
+    weights = WeightSync(trainer, engine, recompute=recompute, tolerance=probe_tolerance(trainer.dtype))
     return Serving(engine, weights)
 
 

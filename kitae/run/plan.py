@@ -110,7 +110,7 @@ def check_settings(config: Root, *, model: bool = True) -> None:
 
 def fetch_model(config: Root, note: Note) -> Path:
     """The folder of the model, which is downloaded if need be, after all checks that need no weights."""
-    folder = check_model(config.model, reward=isinstance(config, RewardConfig))
+    folder = check_model(config.model, reward=isinstance(config, RewardConfig), here=config.cluster.backend != "ray")
     if isinstance(config, RewardConfig):
         check_reward_start(config.model)
     _check_structure(config)

@@ -141,7 +141,7 @@ async def _attempt(
     plan = services.plan
     point = resume_point(store, plan.fingerprint(), checkpoint, forget)
     async with AsyncExitStack() as stack:
-        if (cluster := await open_cluster(plan.config.cluster)) is not None:
+        if (cluster := await open_cluster(plan.config.cluster, device=plan.config.model.device)) is not None:
             stack.push_async_callback(cluster.close)
         start = _Start(stack, services, store, observer, cluster, point)
         if isinstance(plan, RLPlan):

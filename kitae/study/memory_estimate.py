@@ -60,10 +60,10 @@ def is_spread(config: RLConfig) -> bool:
 
 def glance(config: RLConfig) -> Footprint | None:
     """Before a run, with a guess of its prompts. None: the model is not here yet, or the run is spread."""
-    device = pick_device(config.model.device)
     model = read_model(config.model.path)
     if model is None or is_spread(config):
         return None
+    device = pick_device(config.model.device)
     tokens = batch_tokens(config, _PROMPT, config.sampling.max_tokens)
     return footprint(config, model, device, pick_dtype(config.model.dtype, device), tokens)
 

@@ -69,7 +69,7 @@ class Estimate:
 
 
 def estimate(config: RLConfig) -> Estimate:
-    device = pick_device(config.model.device)
+    device = pick_device("auto" if config.cluster.backend == "ray" else config.model.device)
     dtype = pick_dtype(config.model.dtype, device)
     model = read_model(config.model.path)
     if model is None:

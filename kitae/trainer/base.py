@@ -8,13 +8,16 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from kitae.algorithms.control import Coefficients
 from kitae.observe.meter import Totals
 from kitae.types import FloatArray, Sample, SampleKey
 from kitae.weights.base import Manifest, Mode
 from kitae.weights.published_version import WeightStore
+
+if TYPE_CHECKING:
+    import torch
 
 THREADS = "kitae-trainer"
 """Prefix of the names of a trainer's threads, if it has any. The watchdog checks that they make progress."""
@@ -101,11 +104,14 @@ class Trainer(Protocol):
     returns the samples, in order, with columns added. `publish` makes the current weights available as a version: the
     manifest for engines with weights of their own, None if there are none. `probe` returns the log-probs of a fixed
     sequence under the current weights (`kitae.weights.probe`). `publish`, `probe`, `save` and `export` may run beside
-    everything but `optim_step` and `finish_step`, which wait for them. `updates` counts the policy's optimizer steps.
+    everything but `optim_step` and `finish_step`, which wait for them. `updates` counts the policy's optimizer steps;
+    `dtype` is what it computes in.
     """
 
     @property
     def updates(self) -> int: ...
+    @property
+    def dtype(self) -> "torch.dtype": ...
 
     async def start(self) -> None:
         """Comes first. Waits until everything that runs elsewhere is ready, or raises."""

@@ -41,6 +41,10 @@ class LocalTrainer:
     def updates(self) -> int:
         return self.worker.updates
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.worker.policy.dtype
+
     async def start(self) -> None:
         dismiss_team()  # the OpenMP team of the thread that made the model
         if self._teacher is not None:

@@ -16,10 +16,14 @@ _LENGTH = 16  # tokens
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """`Probe(version=3, logprobs=(-5.1, -4.9, …))`: of the fixed sequence, at temperature 1."""
+    """`Probe(version=3, logprobs=(-5.1, -4.9, …))`: of the fixed sequence, at temperature 1.
+
+    rounding: the gap that the rounding of this side alone explains, where it says so.
+    """
 
     version: int
     logprobs: tuple[float, ...]
+    rounding: float = 0.0
 
     def gap(self, other: tuple[float, ...]) -> float:
         """The largest difference; infinite where either is not a number."""
@@ -29,7 +33,7 @@ class Probe:
     def problem(self, who: str, version: int, logprobs: tuple[float, ...], tolerance: float, whose: str) -> str:
         """What is wrong with `who` scored this, if it must serve a version with these log-probs of `whose`; "" if
         nothing is."""
-        gap = self.gap(logprobs)
+        gap, tolerance = self.gap(logprobs), max(tolerance, self.rounding)
         if self.version == version and gap <= tolerance:
             return ""
         return (

@@ -13,7 +13,12 @@ class PoolConfig(Section):
     """What each process of a pool gets, and where."""
 
     cpus: float = Field(1.0, ge=0, description="Processor cores of a process.")
-    gpus: float = Field(0.0, ge=0, description="GPUs of a process; less than 1: it shares one.")
+    gpus: float | None = Field(
+        None,
+        ge=0,
+        description="GPUs of a process; less than 1: it shares one. Not set: one for a rank or an engine where the "
+        "cluster has GPUs, none for a verifier.",
+    )
     memory_gb: float = Field(0.0, ge=0, description="Memory of a process; 0: not counted.")
     place: Literal["pack", "spread", "strict-pack", "strict-spread"] = Field(
         "pack", description="On few machines or on many; strict: or not at all."
@@ -44,6 +49,11 @@ class ClusterConfig(Section):
         ge=0,
         le=4096,
         description="Processes with verifier.workers each that check answers; 0: beside the controller.",
+    )
+    collectives: Literal["auto", "nccl", "gloo"] = Field(
+        "auto",
+        description="How ranks add up what they computed; auto: nccl where each has a GPU of its own, else gloo, "
+        "through host memory.",
     )
     transport: Literal["auto", "memory", "ipc", "broadcast", "file", "http"] = Field(
         "auto", description="How weights get to engines; auto: memory on one machine, http on several."

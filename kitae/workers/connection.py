@@ -19,6 +19,7 @@ from kitae.workers.deadlines import within
 from kitae.workers.frames import Array, Frame, pack_frame, read_frame
 
 _SLICES = 10  # of the longest silence
+_WORK_SECONDS, _WORK_BYTES = 0.1, 1_000_000  # of processor time, and read: so much is progress
 _INQUEST = 2.0  # seconds to find out how a killed process ended
 
 
@@ -26,7 +27,8 @@ _INQUEST = 2.0  # seconds to find out how a killed process ended
 class Deadlines:
     """Seconds: `Deadlines(start=300, answer=120, silence=60, stall=600, close=10)`.
 
-    start: to load the model, and to build the kernels the first time; answer: to a call, a weight update included;
+    start: in which a process that is not ready yet does nothing, as far as its processor time and what it reads tell;
+    loading a model may take as long as it needs. answer: to a call;
     silence: between two signs of life, of which there are four in a second; stall: in which a process that has work
     takes no step; close: to end by itself.
     """
@@ -183,16 +185,35 @@ class RemoteWorker:
                 future.set_exception(WorkerLost(self.gone))
 
     async def _greet(self, error: type[KitaeError]) -> None:
-        try:
-            first = await within(self.limits.start, asyncio.create_task(read_frame(self.process.reader)))
-        except TimeoutError:
-            raise WorkerLost(f"it was not ready within {self.limits.start:g} s{self.last_words}") from None
+        first = await self._until_ready()
         if first is None:
             raise WorkerLost(await self._post_mortem())
         if "refused" in first.header:
             raise error(first.header["refused"])
         self.greeting, self.status = first.header, first.header.get("status", {})
         self._tasks = [asyncio.create_task(self._listen()), asyncio.create_task(self._watch())]
+
+    async def _until_ready(self) -> Frame | None:
+        """The first frame that is no sign of work; `WorkerLost` when there has been none for too long."""
+        reading, idle = asyncio.create_task(self._read_first()), 0
+        try:
+            while idle < _SLICES:
+                await asyncio.wait({reading}, timeout=self.limits.start / _SLICES)
+                if reading.done():
+                    return reading.result()
+                idle = 0 if self._heard else idle + 1
+                self._heard = False
+        finally:
+            reading.cancel()
+        raise WorkerLost(f"it was not ready, and did nothing for {self.limits.start:g} s{self.last_words}")
+
+    async def _read_first(self) -> Frame | None:
+        seconds, read = 0.0, 0
+        while (frame := await read_frame(self.process.reader)) is not None and "working" in frame.header:
+            now_seconds, now_read = frame.header["working"]
+            if now_seconds - seconds >= _WORK_SECONDS or now_read - read >= _WORK_BYTES:
+                self._heard, seconds, read = True, now_seconds, now_read
+        return frame
 
     async def _listen(self) -> None:
         while (frame := await read_frame(self.process.reader)) is not None:

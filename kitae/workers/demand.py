@@ -6,9 +6,10 @@ beside another share its room. A bundle is on one machine.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import floor
+from math import ceil, floor
 
 from kitae.workers.config import POOLS, ClusterConfig, PoolConfig
+from kitae.workers.gpus import COMPUTING
 
 _GB = 10**9
 _TINY = 0.001  # of a core: a bundle must ask for something
@@ -30,7 +31,7 @@ class Demand:
 
     @classmethod
     def of(cls, pool: PoolConfig) -> "Demand":
-        return cls(pool.cpus, pool.gpus, pool.memory_gb * _GB)
+        return cls(pool.cpus, pool.gpus or 0.0, pool.memory_gb * _GB)
 
     def times_in(self, other: "Demand") -> int:
         """How often this fits into another."""
@@ -95,6 +96,32 @@ def counts_of(config: ClusterConfig) -> dict[str, int]:
         "engines": config.engines,
         "verifiers": config.verifiers,
     }
+
+
+def with_gpus(
+    config: ClusterConfig, counts: Mapping[str, int], device: str, machines: Iterable[Supplier], *, fixed: bool
+) -> ClusterConfig:
+    """The same with the GPUs that the pools leave open: one for each rank and engine, if the cluster has any.
+
+    Processes that are colocated share one, and so do all of them on a cluster that is `fixed` and has too few. device:
+    `model.device`; on CPUs, nothing is asked for, and where it says cuda, GPUs are, even if none is there yet.
+    """
+    shares = {name: _neighbours(config, counts, name) for name in COMPUTING if pool_of(config, name).gpus is None}
+    there = sum(machine.total.gpus for machine in machines)
+    if device == "cpu" or (not there and device == "auto"):
+        shares = dict.fromkeys(shares, 0)
+    needed = sum(counts.get(name, 0) / share for name, share in shares.items() if share)
+    crowd = ceil(needed / there - 1e-6) if fixed and there else 1
+    given = {name: 1 / (share * max(1, crowd)) if share else 0.0 for name, share in shares.items()}
+    pools = {name: pool_of(config, name).model_copy(update={"gpus": gpus}) for name, gpus in given.items()}
+    return config.model_copy(update={"pools": {**config.pools, **pools}})
+
+
+def _neighbours(config: ClusterConfig, counts: Mapping[str, int], name: str) -> int:
+    """How many processes share a bundle with one of this pool, itself included, of those that hold a model."""
+    host = pool_of(config, name).beside if counts.get(pool_of(config, name).beside) else name
+    guests = [each for each in COMPUTING if each != host and pool_of(config, each).beside == host]
+    return 1 + sum(ceil(counts.get(each, 0) / max(1, counts.get(host, 0))) for each in guests)
 
 
 def rooms_of(config: ClusterConfig, counts: Mapping[str, int]) -> tuple[Room, ...]:

@@ -2,6 +2,7 @@
 
     {"call": 7, "op": "probe", …}  ►  {"re": 7, …}, or {"re": 7, "error": text, "kind": name of a `KitaeError`}
     {"cancel": 7}                     nobody waits for the reply of this call any more
+                                   ◄  {"working": [s, bytes]}, every second, while it makes what it serves
                                    ◄  {"ready": true, …}, or {"refused": text}, which is the end
                                    ◄  {"event": name, …}, {"tick": true}: unasked; a tick is a sign of life
 
@@ -11,8 +12,10 @@ Every frame to the controller may have a "status". A worker ends when it is told
 import asyncio
 import os
 import socket
-from collections.abc import Awaitable, Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext, suppress
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
 from kitae.errors import KitaeError
@@ -20,6 +23,7 @@ from kitae.workers.background_tasks import BackgroundTasks
 from kitae.workers.frames import Array, Frame, pack_frame, read_frame
 
 TICK = 0.25  # seconds between two signs of life
+_WORKING = 1.0  # seconds between two signs of work, before it is ready
 
 Reply = tuple[Mapping[str, Any], Mapping[str, Array]]  # header and arrays of a frame
 Call = Callable[[Frame], Awaitable[Reply]]
@@ -62,6 +66,33 @@ def serve(
         os._exit(0)  # a clean exit of all that is loaded takes a second
 
 
+@contextmanager
+def _signs_of_work(stream: socket.socket) -> Iterator[None]:
+    """Tell the controller how much processor time this process has used, and how much it has read: a model of any size
+    may be loaded, as long as it goes on. A thread says so, since loading a model blocks the event loop."""
+    ended = threading.Event()
+
+    def tell() -> None:
+        while not ended.wait(_WORKING):
+            with suppress(OSError):
+                stream.send(pack_frame({"working": [time.process_time(), _bytes_read()]}))
+
+    thread = threading.Thread(target=tell, name="signs of work", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def _bytes_read() -> int:
+    """From disks, where the system says so."""
+    with suppress(OSError), open("/proc/self/io") as counts:
+        return next((int(line.split()[1]) for line in counts if line.startswith("read_bytes")), 0)
+    return 0
+
+
 async def _serve(
     stream: socket.socket,
     make: Callable[[Send], Awaitable[Served]],
@@ -72,7 +103,8 @@ async def _serve(
     connection = _Connection(reader, writer)
     with suppress(ConnectionError):
         try:
-            served = await make(connection.send)
+            with _signs_of_work(stream):
+                served = await make(connection.send)
         except KitaeError as error:
             connection.send({"refused": str(error)}, {})
             await writer.drain()

@@ -184,14 +184,15 @@ class EngineWorker(Served):
         return {"damaged": damaged}, {}
 
     async def _probe(self, frame: Frame) -> Reply:
-        from kitae.weights.probe import score_probe
+        from kitae.weights.probe import probe_tolerance, score_probe
 
         await self.engine.pause()
         try:
             logprobs = await asyncio.to_thread(score_probe, self.policy)
         finally:
             await self._go_on()
-        return {"version": self.engine.version, "logprobs": logprobs}, {}
+        rounding = probe_tolerance(self.policy.dtype)
+        return {"version": self.engine.version, "logprobs": logprobs, "rounding": rounding}, {}
 
     async def _go_on(self) -> None:
         if not self._paused and not self._broken:

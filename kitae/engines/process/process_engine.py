@@ -33,6 +33,7 @@ from kitae.workers.connection import CallFailed, Deadlines, RemoteWorker
 from kitae.workers.frames import Frame
 from kitae.workers.subprocesses import LocalCluster
 
+_SLOWEST = 20e6  # bytes a second: an engine that gets new weights more slowly is lost
 _GLANCES, _MOMENT = 20, 0.5  # times, and seconds between them, that a new file is looked for
 
 
@@ -226,13 +227,14 @@ class ProcessEngine:
 
     async def _load(self, manifest: Manifest, recompute: bool = False) -> list[int]:
         """The buckets that are damaged in the process."""
-        reply = await self._call("load", manifest=manifest.record(), recompute=recompute)
+        limit = self._limits.answer + sum(bucket.bytes for bucket in manifest.buckets) / _SLOWEST
+        reply = await self._call("load", limit=limit, manifest=manifest.record(), recompute=recompute)
         damaged: list[int] = reply["damaged"]
         return damaged
 
     async def probe(self) -> tuple[Probe, ...]:
         reply = await self._call("probe")
-        return (Probe(reply["version"], tuple(reply["logprobs"])),)
+        return (Probe(reply["version"], tuple(reply["logprobs"]), reply["rounding"]),)
 
     async def pause(self) -> None:
         await self._call("pause")

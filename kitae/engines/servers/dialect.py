@@ -4,7 +4,7 @@ A dialect has no state. It knows routes, bodies and answers, and what a server o
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -20,6 +20,7 @@ class Launch:
     program: the interpreter of the environment that has it, as words of a command line. model: the folder it loads.
     context: most tokens of a sequence. device: where the trainer computes. cores: processors for it, where it shares
     this machine with the trainer. packages: a folder from which the server can import Kitae, for what runs inside it.
+    gpus: the variable of the environment that says which GPUs it sees, if it is told.
     """
 
     program: str
@@ -29,9 +30,10 @@ class Launch:
     device: str
     cores: tuple[int, ...] = ()
     packages: Path = Path()
+    gpus: Mapping[str, str] = field(default_factory=dict)
 
-    def on(self, cores: Sequence[int]) -> "Launch":
-        return replace(self, cores=tuple(cores))
+    def on(self, cores: Sequence[int], gpus: Mapping[str, str]) -> "Launch":
+        return replace(self, cores=tuple(cores), gpus=gpus)
 
 
 @dataclass(frozen=True, slots=True)

@@ -119,7 +119,7 @@ async def open_started(dialect: Dialect, launch: Launch, config: EngineConfig, l
     """A server that Kitae starts on this machine; `EngineError` if it does not come up."""
     port = _free_port()
     command = shlex.split(launch.program) + dialect.command(launch, config, port)
-    program = await Program.start(command, dialect.environment(launch, config))
+    program = await Program.start(command, {**dialect.environment(launch, config), **launch.gpus})
     line = Line(f"http://127.0.0.1:{port}", limits.answer)
     try:
         await _until_ready(program, line, dialect, limits)

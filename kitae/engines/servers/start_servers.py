@@ -17,6 +17,7 @@ from kitae.models.load import load_policy, pick_device, pick_dtype
 from kitae.weights.probe import probe_tolerance
 from kitae.weights.published_version import WeightStore
 from kitae.workers.connection import Deadlines
+from kitae.workers.gpus import GpuShares, visible_gpus
 from kitae.workers.pool import Replacement
 
 _STARTED = Replacement(retry=1.0, most=3, within=600.0)
@@ -48,10 +49,13 @@ async def start_servers(
         packages=folder.packages,
     )
 
+    shares = GpuShares(visible_gpus(), model.device, led=True)
+    gpus = [shares.environment(shares.take()) for _ in range(config.count)]
+
     async def open_server(number: int) -> Server:
         if not config.urls:
-            own_cores = cores[number % len(cores)] if cores else ()
-            return await open_started(dialect, launch.on(own_cores), config, limits, f"{config.kind} {number}")
+            placed = launch.on(cores[number % len(cores)] if cores else (), gpus[number % len(gpus)])
+            return await open_started(dialect, placed, config, limits, f"{config.kind} {number}")
         if number >= len(config.urls):
             raise EngineError(f"engine.urls names {len(config.urls)} servers, and there is no other")
         return await open_given(dialect, config.urls[number], limits)

@@ -34,7 +34,7 @@ from kitae.workers.frames import Array, Frame
 
 POOL = "trainer"
 
-_LIMITS = Deadlines(start=1800.0, answer=3600.0, silence=120.0, close=10.0)
+_LIMITS = Deadlines(start=1800.0, answer=3600.0, silence=60.0, close=10.0)
 _AFTERMATH = 2.0  # seconds in which the others may say what happened to them too
 _meetings = itertools.count()
 
@@ -100,6 +100,12 @@ class RankedTrainer:
         environment = {} if self._cluster.remote else {"GLOO_SOCKET_IFNAME": "lo"}
         spec = LaunchSpec(name, self._module, setup, POOL, self._threads, environment=environment)
         return await RemoteWorker.start(self._cluster, spec, self._limits, TrainerError)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the ranks say that they compute in: this process may be on a machine of another kind."""
+        found: torch.dtype = getattr(torch, self._ranks[0].greeting["dtype"])
+        return found
 
     @property
     def pids(self) -> list[int]:
@@ -194,9 +200,9 @@ class RankedTrainer:
 
     def _pack(self, samples: Sequence[Sample]) -> list[list[Sample]]:
         """The samples of each row; as many rows as there are ranks with their own, or a multiple of that."""
-        t, greeting = self._config.training, self._ranks[0].greeting
-        device, dtype = torch.device(greeting["device"]), getattr(torch, greeting["dtype"])
-        return pack(samples, token_budget(t, device, dtype), not self._config.model.plain, multiple=self._data)
+        device = torch.device(self._ranks[0].greeting["device"])
+        budget = token_budget(self._config.training, device, self.dtype)
+        return pack(samples, budget, not self._config.model.plain, multiple=self._data)
 
     async def _on_rows(
         self, op: str, rows: Sequence[Sequence[Sample]], observed: Collection[SampleKey] = (), **fields: Any

@@ -43,24 +43,24 @@ def main(setup: dict[str, Any], stream: socket.socket) -> None:
 
 def run_rank(setup: dict[str, Any], stream: socket.socket, make: "Callable[[Root, Mesh], Worker]") -> None:
     """make: what this rank has of the models, once it has met the others."""
-    own = stream.getsockname()
+    name = stream.getsockname()
+    own = name[0] if isinstance(name, tuple) else ""
 
     async def rank(send: Send) -> Rank:
-        return Rank(_join(setup, make), setup["rank"], own[0] if isinstance(own, tuple) else "")
+        return Rank(_join(setup, make, own), setup["rank"], own)
 
     serve(stream, rank, gc_frozen)
 
 
-def _join(setup: dict[str, Any], make: "Callable[[Root, Mesh], Worker]") -> "Worker":
+def _join(setup: dict[str, Any], make: "Callable[[Root, Mesh], Worker]", own: str) -> "Worker":
     """Meet the other ranks, and load and shard the models with them."""
     import warnings
 
     import torch
-    import torch.distributed as dist
-    from torch._C._distributed_c10d import PrefixStore, TCPStore
 
     from kitae.config.recipe import parse_config
     from kitae.models.load import pick_device
+    from kitae.trainer.parallel.meeting import meet
     from kitae.trainer.parallel.mesh import Mesh, Parallel
 
     warnings.filterwarnings(
@@ -70,14 +70,10 @@ def _join(setup: dict[str, Any], make: "Callable[[Root, Mesh], Worker]") -> "Wor
     torch.set_num_threads(setup["threads"])
     device = pick_device(config.model.device)
     if device.type == "cuda":
+        device = torch.device("cuda", device.index or 0)
         torch.cuda.set_device(device)
-    store = TCPStore(setup["host"], setup["port"], is_master=False, timeout=_PATIENCE)
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(
-        backend, store=PrefixStore(setup["meeting"], store), timeout=_PATIENCE, world_size=setup["size"],
-        rank=setup["rank"],
-    )  # fmt: skip
     c = config.cluster
+    meet(setup, c.collectives, device, own, _PATIENCE)
     mesh = Mesh(Parallel(c.ranks, c.tensor, c.sequence, c.expert, c.offload), device)
     return make(config, mesh)
 

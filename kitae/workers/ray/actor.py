@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kitae.workers.base import LaunchSpec
+from kitae.workers.gpus import VISIBLE
 from kitae.workers.remote_process import LaunchedProcess
 from kitae.workers.worker_main import pack_order
 
@@ -75,11 +76,9 @@ class Keeper:
 
 def environment_of(environment: Mapping[str, str], gpus: Sequence[Any]) -> dict[str, str]:
     """What a process gets of its keeper's environment: without Ray's own, which would make it a part of this cluster,
-    and with the GPUs as the machine has them where Ray assigned none but hides all."""
+    and with the GPUs that Ray assigned, which may be none."""
     left = {key: value for key, value in environment.items() if not key.startswith("RAY_")}
-    if not gpus and left.get("CUDA_VISIBLE_DEVICES") == "":
-        del left["CUDA_VISIBLE_DEVICES"]
-    return left
+    return {**left, VISIBLE: ",".join(map(str, gpus))}
 
 
 def home() -> tuple[str, list[str], str]:

@@ -27,7 +27,7 @@ class RayPlaces:
     """fixed: the cluster does not grow, so a demand that it cannot meet is refused at once."""
 
     def __init__(self, config: ClusterConfig, ray: Any, *, fixed: bool) -> None:
-        self._config = config
+        self.config = config
         self._ray = ray
         self._fixed = fixed
         self._free: dict[str, list[RayPlace]] = {}
@@ -81,7 +81,7 @@ class RayPlaces:
             if asyncio.get_running_loop().time() > deadline:
                 self._release(group)
                 machines = self.machines()
-                why = hopeless(room, machines) or f"too little of it is free, within {self._config.patience:g} s"
+                why = hopeless(room, machines) or f"too little of it is free, within {self.config.patience:g} s"
                 raise LaunchError(refusal(room, machines, why))
             await asyncio.sleep(_POLL)
 
@@ -93,10 +93,10 @@ class RayPlaces:
 
     async def take(self, spec: LaunchSpec) -> RayPlace:
         """A place on a node that lives: one that is free, or one more."""
-        deadline = asyncio.get_running_loop().time() + self._config.patience
+        deadline = asyncio.get_running_loop().time() + self.config.patience
         free = self._free.setdefault(spec.pool, [])
         if not free:
-            room = lone_room(self._config, spec.pool)
+            room = lone_room(self.config, spec.pool)
             await self.find([room], deadline)
             return replace(self._free[spec.pool].pop(), lone=True)
         place = free.pop(next((i for i, place in enumerate(free) if self._stands(place)), 0))
@@ -111,8 +111,8 @@ class RayPlaces:
         """Ray finds another node for a bundle whose node is gone."""
         while not self._stands(place):
             if asyncio.get_running_loop().time() > deadline:
-                asked = replace(lone_room(self._config, place.pool), place=pool_of(self._config, place.pool).place)
-                why = f"no place for {spec.name}, whose node is gone, within {self._config.patience:g} s"
+                asked = replace(lone_room(self.config, place.pool), place=pool_of(self.config, place.pool).place)
+                why = f"no place for {spec.name}, whose node is gone, within {self.config.patience:g} s"
                 raise LaunchError(refusal(asked, self.machines(), why))
             await asyncio.sleep(_POLL)
 

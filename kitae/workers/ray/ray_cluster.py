@@ -16,7 +16,7 @@ from typing import Any
 from kitae.errors import ConfigError
 from kitae.workers.base import LaunchError, LaunchSpec, end_processes
 from kitae.workers.config import ClusterConfig
-from kitae.workers.demand import Demand, Supplier, pool_of, rooms_of
+from kitae.workers.demand import Demand, Supplier, pool_of, rooms_of, with_gpus
 from kitae.workers.listener import Listener
 from kitae.workers.ray.actor import Keeper, home
 from kitae.workers.ray.local_nodes import OwnNodes
@@ -47,7 +47,7 @@ class RayCluster:
         self._closed = False
 
     @classmethod
-    async def open(cls, config: ClusterConfig, counts: Mapping[str, int]) -> "RayCluster":
+    async def open(cls, config: ClusterConfig, counts: Mapping[str, int], device: str = "auto") -> "RayCluster":
         """`ConfigError`: there is no such cluster, or it has no place for all of `counts`, processes by pool."""
         ray = import_ray()
         deadline = asyncio.get_running_loop().time() + config.patience
@@ -58,7 +58,9 @@ class RayCluster:
             if own:  # what it took to start nodes is no wait for a place
                 deadline = asyncio.get_running_loop().time() + config.patience
             await cluster.listener.open(ray.util.get_node_ip_address())
-            await cluster._places.find(rooms_of(config, counts), deadline)
+            settled = with_gpus(config, counts, device, cluster.machines(), fixed=own is not None)
+            cluster._config = cluster._places.config = settled
+            await cluster._places.find(rooms_of(settled, counts), deadline)
         except LaunchError as error:
             await cluster.close()
             raise ConfigError(str(error)) from None

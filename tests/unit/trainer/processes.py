@@ -19,11 +19,11 @@ T = TypeVar("T")
 LIMIT = timedelta(minutes=4)  # for one rank to wait for another, on a busy machine
 
 
-def on_ranks(folder: Path, function: Callable[..., T], *arguments: Any, size: int = 2) -> T:
-    """What `function(*arguments)` returns on rank 0; all ranks call it inside a process group."""
+def on_ranks(folder: Path, function: Callable[..., T], *arguments: Any, size: int = 2, backend: str = "gloo") -> T:
+    """What `function(*arguments)` returns on rank 0; all ranks call it inside a process group of that backend."""
     job, rendezvous, found = folder / "job", folder / "rendezvous", folder / "found"
     rendezvous.unlink(missing_ok=True)
-    job.write_bytes(pickle.dumps((function, arguments, size, str(rendezvous), str(found))))
+    job.write_bytes(pickle.dumps((function, arguments, size, backend, str(rendezvous), str(found))))
     ranks = [_start(rank, job, folder / f"stderr-{rank}") for rank in range(size)]
     try:
         while (alive := [rank for rank in ranks if rank.is_alive()]) and not any(rank.exitcode for rank in ranks):
@@ -51,8 +51,8 @@ def _join(rank: int, job: Path, errors: Path) -> None:
 
 
 def _work(rank: int, job: Path) -> None:
-    function, arguments, size, rendezvous, found = pickle.loads(job.read_bytes())
-    dist.init_process_group("gloo", f"file://{rendezvous}", LIMIT, world_size=size, rank=rank)
+    function, arguments, size, backend, rendezvous, found = pickle.loads(job.read_bytes())
+    dist.init_process_group(backend, f"file://{rendezvous}", LIMIT, world_size=size, rank=rank)
     try:
         result = function(*arguments)
         if rank == 0:

@@ -1,9 +1,11 @@
 """What pools ask for, and why machines cannot give it."""
 
+from typing import Any
+
 import pytest
 
 from kitae.workers.config import ClusterConfig
-from kitae.workers.demand import Demand, Supplier, counts_of, hopeless, refusal, rooms_of
+from kitae.workers.demand import Demand, Supplier, counts_of, hopeless, refusal, rooms_of, with_gpus
 
 SMALL = Demand(2, 0, 8e9)
 THREE = [
@@ -108,3 +110,30 @@ def test_pools_that_are_beside_each_other() -> None:
 def test_on_other_machines_a_trainer_is_always_one_of_them() -> None:
     assert counts_of(cluster((1, 2, 3))) == {"trainer": 1, "engines": 2, "verifiers": 3}
     assert counts_of(ClusterConfig(backend="local"))["trainer"] == 0
+
+
+def gpus(counts: tuple[int, int, int], there: int, device: str = "auto", *, fixed: bool = True, **pools: Any) -> Any:
+    config = cluster(counts, **pools)
+    machines = [Supplier("a", Demand(64, there), Demand(64, there))]
+    found = with_gpus(config, counts_of(config), device, machines, fixed=fixed).pools
+    return found["trainer"].gpus, found["engines"].gpus, found["verifiers"].gpus if "verifiers" in found else None
+
+
+@pytest.mark.parametrize(
+    ("found", "each"),
+    [
+        (gpus((2, 4, 1), 8), (1, 1, None)),
+        (gpus((2, 4, 1), 0), (0, 0, None)),
+        (gpus((2, 4, 1), 0, "cuda"), (1, 1, None)),
+        (gpus((2, 4, 1), 8, "cpu"), (0, 0, None)),
+        (gpus((2, 2, 1), 1), (0.25, 0.25, None)),
+        (gpus((2, 2, 1), 3), (0.5, 0.5, None)),
+        (gpus((2, 2, 1), 1, fixed=False), (1, 1, None)),  # more machines may come
+        (gpus((4, 4, 0), 4, engines={"beside": "trainer"}), (0.5, 0.5, None)),
+        (gpus((2, 4, 0), 2, engines={"beside": "trainer"}), (pytest.approx(1 / 3), pytest.approx(1 / 3), None)),
+        (gpus((2, 2, 1), 8, engines={"gpus": 2}, verifiers={"gpus": 1}), (1, 2, 1)),
+    ],
+)
+def test_gpus_that_are_left_open(found: tuple[float, ...], each: tuple[float, ...]) -> None:
+    """One for a rank and an engine where there are GPUs; what is colocated shares one."""
+    assert found == each

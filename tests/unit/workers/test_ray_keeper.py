@@ -1,10 +1,12 @@
 """What a keeper gives its process."""
 
+import pytest
+
 from kitae.workers.ray.actor import environment_of
 
 
-def test_gpus_are_not_hidden_from_a_process_that_was_assigned_none() -> None:
-    assert environment_of({"CUDA_VISIBLE_DEVICES": "", "RAY_JOB_ID": "1", "HOME": "/"}, []) == {"HOME": "/"}
-    for shown in ({"CUDA_VISIBLE_DEVICES": "2,3"}, {}):
-        assert environment_of(shown, []) == shown
-    assert environment_of({"CUDA_VISIBLE_DEVICES": "1"}, [1]) == {"CUDA_VISIBLE_DEVICES": "1"}
+@pytest.mark.parametrize("before", [{}, {"CUDA_VISIBLE_DEVICES": ""}, {"CUDA_VISIBLE_DEVICES": "2,3"}])
+def test_a_process_sees_the_gpus_that_it_was_assigned_and_no_others(before: dict[str, str]) -> None:
+    given = {**before, "RAY_JOB_ID": "1", "HOME": "/"}
+    assert environment_of(given, []) == {"HOME": "/", "CUDA_VISIBLE_DEVICES": ""}
+    assert environment_of(given, [1, 3]) == {"HOME": "/", "CUDA_VISIBLE_DEVICES": "1,3"}
