@@ -124,6 +124,8 @@ async def _open_weight_store(config: RLConfig, trainer: Trainer, cluster: Cluste
     if kind == "auto":
         kind = "http" if cluster is not None and cluster.remote else "memory"
     settings = {"folder": str(folder)} if kind == "file" else {}
+    if kind == "broadcast":
+        settings["collectives"] = config.cluster.collectives
     if kind in ("http", "broadcast"):
         settings["host"] = "127.0.0.1" if cluster is None else cluster.host
     return await trainer.open_weight_store(kind, config.engine.sync, settings)

@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from http.client import HTTPConnection, HTTPException
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 import torch
@@ -34,7 +34,15 @@ from kitae.weights.chunks import Chunk, delta_chunks, image_chunks
 from kitae.weights.downloads import Downloads, Haste
 from kitae.weights.http_transport import HttpPublisher
 from kitae.weights.layout import LIMIT
-from kitae.weights.process_group import Backend, BroadcastGroup, host_store, join_store
+from kitae.weights.process_group import (
+    Backend,
+    BroadcastGroup,
+    choose_backend,
+    current_device,
+    gpu_name,
+    host_store,
+    join_store,
+)
 from kitae.weights.receiver import PullReceiver
 
 _PATIENCE = 10.0  # seconds that a round waits for its last member
@@ -46,15 +54,18 @@ log = logging.getLogger("kitae")
 
 @dataclass
 class _Arrival:
-    """A receiver that waits for a round. base: that it has. group: of which it still is a member."""
+    """A receiver that waits for a round. base: that it has. group: of which it still is a member. gpu: on which it
+    computes (`kitae.weights.process_group.gpu_name`)."""
 
     base: int | None
     group: str | None
+    gpu: str
     plan: dict[str, Any] | None = None
 
 
 class BroadcastPublisher(HttpPublisher):
-    """An `HttpPublisher` that is rank 0 of rounds. backend: "nccl" sends from the current CUDA device.
+    """An `HttpPublisher` that is rank 0 of rounds. collectives: what carries them; auto: nccl, from GPU to GPU, if this
+    process and all members of a round have a GPU each, else gloo, through host memory.
 
     patience and deadline: seconds, see above. `publish` never waits for a round.
     """
@@ -64,7 +75,7 @@ class BroadcastPublisher(HttpPublisher):
         mode: Mode = "full",
         *,
         host: str = "127.0.0.1",
-        backend: Backend = "gloo",
+        collectives: Backend | Literal["auto"] = "auto",
         patience: float = _PATIENCE,
         deadline: float = _DEADLINE,
         haste: Haste | None = None,
@@ -75,7 +86,8 @@ class BroadcastPublisher(HttpPublisher):
         self.rounds = 0  # that went well
         self._changed = threading.Condition()
         self._announced: Manifest | None = None
-        self._backend = backend
+        self._collectives = collectives
+        self._gpu = gpu_name(current_device())
         self._patience = patience
         self._deadline = deadline
         self._meeting = host_store(host, deadline)
@@ -91,7 +103,7 @@ class BroadcastPublisher(HttpPublisher):
 
     @property
     def address(self) -> Address:
-        own = {"store": [self._host, self._meeting.port], "backend": self._backend}
+        own = {"store": [self._host, self._meeting.port]}
         times = {"patience": self._patience, "deadline": self._deadline}
         return Address("broadcast", {**super().address.settings, **own, **times})
 
@@ -121,7 +133,7 @@ class BroadcastPublisher(HttpPublisher):
 
     def _gather(self, member: str, body: dict[str, Any]) -> dict[str, Any]:
         """Wait for the round; the part in it."""
-        arrival = _Arrival(body["base"], body["group"])
+        arrival = _Arrival(body["base"], body["group"], body["gpu"])
         with self._changed:
             self._members.add(member)
             open_to = None if self._announced is None or self._sending or self._begun else self._announced.version
@@ -151,21 +163,23 @@ class BroadcastPublisher(HttpPublisher):
             self._keys += 1
             self._ranks = {member: rank for rank, member in enumerate(members, 1)}
         key = str(self._keys)
-        plan = {"key": key, "size": len(members) + 1, "what": "delta" if has_base else "image"}
+        backend = choose_backend([self._gpu, *(arrivals[m].gpu for m in members)], self._collectives)
+        plan = {"key": key, "size": len(members) + 1, "what": "delta" if has_base else "image", "backend": backend}
         for member, arrival in arrivals.items():
             arrival.plan = {**plan, "rank": self._ranks[member]} if member in members else {"pull": True}
         self._sending = self._begun = True
         chunks = delta_chunks(manifest) if has_base else image_chunks(manifest)
-        threading.Thread(target=self._send, args=(manifest.version, chunks, key), name="round", daemon=True).start()
+        given = (manifest.version, chunks, key, backend)
+        threading.Thread(target=self._send, args=given, name="round", daemon=True).start()
         self._changed.notify_all()
 
-    def _send(self, version: int, chunks: Sequence[Chunk], key: str) -> None:
+    def _send(self, version: int, chunks: Sequence[Chunk], key: str, backend: Backend) -> None:
         group, size = self._group, len(self._ranks) + 1
         try:
             if group is None or group.key != key:
                 if group is not None:
                     group.close()
-                group = BroadcastGroup.make(self._meeting, key, 0, size, backend=self._backend, deadline=self._deadline)
+                group = BroadcastGroup.make(self._meeting, key, 0, size, backend=backend, deadline=self._deadline)
             for chunk in chunks:
                 data = self.store.get(chunk.name)
                 here = data is not None and len(data) == chunk.bucket.bytes
@@ -190,7 +204,8 @@ class BroadcastReceiver(PullReceiver):
 
     @classmethod
     def at(cls, address: Address, parameters: Mapping[str, Tensor]) -> "BroadcastReceiver":
-        return cls(_BroadcastReader(address.settings), parameters)
+        device = next((each.device for each in parameters.values()), torch.device("cpu"))
+        return cls(_BroadcastReader(address.settings, gpu_name(device)), parameters)
 
     @property
     def pulled(self) -> int:
@@ -198,8 +213,9 @@ class BroadcastReceiver(PullReceiver):
 
 
 class _BroadcastReader:
-    def __init__(self, settings: Mapping[str, Any]) -> None:
+    def __init__(self, settings: Mapping[str, Any], gpu: str = "") -> None:
         self.pulled = 0
+        self._gpu = gpu
         self._settings = settings
         self._deadline: float = settings["deadline"]
         self._downloads = Downloads(settings["source"], settings["secret"], Haste(**settings["haste"]))
@@ -228,7 +244,7 @@ class _BroadcastReader:
     ) -> Iterator[tuple[int, Tensor]]:
         """By broadcast, and what that did not bring by HTTP."""
         group = None if self._group is None else self._group.key
-        plan = self._line.post("gather", {"version": manifest.version, "base": base, "group": group})
+        plan = self._line.post("gather", {"version": manifest.version, "base": base, "group": group, "gpu": self._gpu})
         missing = {chunk.number: chunk for chunk in chunks if chunk.spans}
         if plan is not None and plan.get("what") == what:
             for number, data in self._hear(plan, manifest.version, chunks):
@@ -280,7 +296,7 @@ class _BroadcastReader:
             plan["key"],
             plan["rank"],
             plan["size"],
-            backend=self._settings["backend"],
+            backend=plan["backend"],
             deadline=self._deadline,
         )
 

@@ -1,6 +1,7 @@
 """A process group of torch.distributed made for the occasion, apart from that of the trainer's ranks."""
 
 import threading
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Literal
@@ -67,6 +68,24 @@ class BroadcastGroup:
         self._group.broadcast([data], options).wait(self._deadline)
         if data.is_cuda:
             torch.cuda.current_stream(data.device).synchronize()
+
+
+def choose_backend(gpus: Sequence[str], wanted: Backend | Literal["auto"]) -> Backend:
+    """gpus: of each member; "": it has none. `choose_backend(["GPU-1a", "GPU-2b"], "auto")` is "nccl"."""
+    if wanted != "auto":
+        return wanted
+    return "nccl" if all(gpus) and len(set(gpus)) == len(gpus) else "gloo"
+
+
+def gpu_name(device: torch.device) -> str:
+    """Names a GPU among those of all machines; "": the device is none."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+
+
+def current_device() -> torch.device:
+    """What this process computes on."""
+    in_use: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return torch.device("cuda", torch.cuda.current_device()) if in_use else torch.device("cpu")
 
 
 def host_store(host: str, deadline: float) -> TCPStore:

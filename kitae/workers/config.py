@@ -52,8 +52,8 @@ class ClusterConfig(Section):
     )
     collectives: Literal["auto", "nccl", "gloo"] = Field(
         "auto",
-        description="How ranks add up what they computed; auto: nccl where each has a GPU of its own, else gloo, "
-        "through host memory.",
+        description="What ranks add up what they computed with, and transport 'broadcast' sends by; auto: nccl where "
+        "each process has a GPU of its own, else gloo, through host memory.",
     )
     transport: Literal["auto", "memory", "ipc", "broadcast", "file", "http"] = Field(
         "auto", description="How weights get to engines; auto: memory on one machine, http on several."

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from kitae.errors import TrainerError
+from kitae.weights.process_group import choose_backend, gpu_name
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -43,7 +44,7 @@ class HostGroup(dist.ProcessGroup):
 
     def __init__(self, made: Any, options: Any) -> None:
         """made: what torch gives to those who make a backend for it."""
-        super().__init__(made.group_rank, made.group_size)
+        super().__init__(made.group_rank, made.group_size)  # type: ignore[call-arg]
         self._name: str = made.group_id
         place = (made.store, made.group_rank, made.group_size)
         self._gloo: Any = dist.ProcessGroup(*place)
@@ -52,7 +53,7 @@ class HostGroup(dist.ProcessGroup):
         self._gloo._register_backend(torch.device("cpu"), gloo, dist.ProcessGroupGloo(*place, made.timeout))
 
     @property
-    def group_name(self) -> str:
+    def group_name(self) -> Any:
         return self._name
 
     def getBackendName(self) -> str:
@@ -84,9 +85,7 @@ def _forwarded(call: str) -> Any:
 for _call in _CALLS:  # those that this torch has
     if hasattr(dist.ProcessGroup, _call):
         setattr(HostGroup, _call, _forwarded(_call))
-dist.Backend.register_backend(  # type: ignore[no-untyped-call]
-    _HOST, HostGroup, extended_api=True, devices=["cpu", "cuda"]
-)
+dist.Backend.register_backend(_HOST, HostGroup, extended_api=True, devices=["cpu", "cuda"])
 
 
 def meet(
@@ -104,8 +103,7 @@ def meet(
 
 def _agree(store: "Store", rank: int, size: int, wanted: str, device: torch.device) -> str:
     """The first rank decides, when it knows the devices of all."""
-    own = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
-    store.set(f"device/{rank}", own)
+    store.set(f"device/{rank}", gpu_name(device))
     if rank == 0:
         devices = [store.get(f"device/{each}").decode() for each in range(size)]
         store.set("backend", choose(devices, wanted))
@@ -121,7 +119,7 @@ def choose(devices: list[str], wanted: str) -> str:
     `choose(["GPU-1a", "GPU-2b"], "auto")` is "cpu:gloo,cuda:nccl".
     """
     without = [rank for rank, device in enumerate(devices) if not device]
-    apart = not without and len(set(devices)) == len(devices)
+    apart = choose_backend(devices, "auto") == "nccl"
     if without and len(without) < len(devices):
         return f"!all ranks must have a GPU or none, got {len(without)} of {len(devices)} without: rank {without[0]}"
     if wanted == "nccl" and not apart:

@@ -22,7 +22,7 @@ from kitae.errors import EngineError
 from kitae.weights.base import Bucket, Manifest
 from kitae.weights.broadcast import BroadcastPublisher, BroadcastReceiver, _header, _receive
 from kitae.weights.chunks import Chunk, image_chunks
-from kitae.weights.process_group import BroadcastGroup, host_store, join_store
+from kitae.weights.process_group import BroadcastGroup, choose_backend, host_store, join_store
 from kitae.weights.publisher import checksum_of
 
 
@@ -282,3 +282,11 @@ def test_the_number_of_buckets_that_are_sent(three: Rig) -> None:
         patch.setattr(BroadcastGroup, "send", count)
         three.fetch(manifest)
     assert sent[1::2] == [chunk.bucket.bytes for chunk in image_chunks(manifest)], "once for three engines"
+
+
+@pytest.mark.parametrize(
+    ("gpus", "backend"), [(["a", "b"], "nccl"), (["a", "a"], "gloo"), (["", "b"], "gloo"), (["", ""], "gloo")]
+)
+def test_nccl_carries_a_round_where_all_members_have_a_gpu_each(gpus: list[str], backend: str) -> None:
+    assert choose_backend(gpus, "auto") == backend
+    assert choose_backend(gpus, "nccl") == "nccl" and choose_backend(gpus, "gloo") == "gloo"
