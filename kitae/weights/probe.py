@@ -5,7 +5,7 @@ process and on its device, gives the trainer's log-probs under the version that 
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -23,7 +23,7 @@ class Probe:
 
     version: int
     logprobs: tuple[float, ...]
-    rounding: float = 0.0
+    rounding: float = field(default=0.0, compare=False)
 
     def gap(self, other: tuple[float, ...]) -> float:
         """The largest difference; infinite where either is not a number."""

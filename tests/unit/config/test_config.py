@@ -178,6 +178,14 @@ def test_true_is_no_number_in_so_many_words() -> None:
             "algorithm.experts.routing = 'engine' needs cluster.ranks = 1, got 2",
         ),
         (
+            with_(model={"device": "cuda:1"}, cluster={"backend": "ray", "engines": 1}),
+            "model.device must be auto, cpu or cuda with cluster.backend = 'ray', got 'cuda:1'",
+        ),
+        (
+            with_(model={"device": "cuda"}, cluster={"backend": "ray", "engines": 1, "pools": {"engines": {"gpus": 0}}}),
+            "cluster.pools.engines.gpus must be above 0 with model.device = 'cuda', got 0",
+        ),
+        (
             with_(algorithm={"routing": "engine"}, cluster={"backend": "ray", "engines": 1}),
             "algorithm.experts.routing = 'engine' needs the trainer beside the controller, got cluster.backend = 'ray'",
         ),

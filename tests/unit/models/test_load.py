@@ -87,6 +87,14 @@ def test_a_device_that_is_not_there(device: str) -> None:
         pick_device(device)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")
+def test_a_machine_without_a_gpu_may_lead_those_that_have_one(tiny_folder: Callable[[str], Path]) -> None:
+    config = ModelConfig(path=str(tiny_folder("llama")), device="cuda")
+    assert check_model(config, here=False) == tiny_folder("llama")
+    with pytest.raises(ModelError, match="this machine has no usable GPU"):
+        check_model(config)
+
+
 def test_a_reward_model_is_no_policy(tmp_path: Path, tiny_policy: TinyPolicy) -> None:
     """With tied embeddings it would load, and answer nonsense."""
     export_scalar(ScalarModel(tiny_policy("llama"), bias=False), tmp_path / "model")

@@ -5,10 +5,13 @@ import socket
 import time
 from typing import Any
 
-from kitae.errors import EngineError
+import pytest
+
+from kitae.errors import EngineError, WorkerLost
 from kitae.workers.base import LaunchSpec
 from kitae.workers.connection import Deadlines, RemoteWorker
 from kitae.workers.frames import pack_frame
+from kitae.workers.subprocesses import LocalCluster
 
 
 class Silent:
@@ -52,3 +55,21 @@ def test_it_is_lost_before_anybody_knows_why() -> None:
         return time.monotonic() - began
 
     assert asyncio.run(body()) < 10
+
+
+@pytest.mark.parametrize("busy", [True, False])
+def test_a_start_may_take_as_long_as_it_works(busy: bool) -> None:
+    async def start() -> None:
+        cluster = LocalCluster()
+        spec = LaunchSpec("a worker", "slow_start", {"seconds": 5, "busy": busy})
+        try:
+            worker = await RemoteWorker.start(cluster, spec, Deadlines(start=2.0), EngineError)
+            await worker.close()
+        finally:
+            await cluster.close()
+
+    if busy:
+        asyncio.run(start())
+    else:
+        with pytest.raises(WorkerLost, match="was not ready, and did nothing for 2 s"):
+            asyncio.run(start())
