@@ -182,7 +182,7 @@ def test_true_is_no_number_in_so_many_words() -> None:
             "model.device must be auto, cpu or cuda with cluster.backend = 'ray', got 'cuda:1'",
         ),
         (
-            with_(model={"device": "cuda"}, cluster={"backend": "ray", "engines": 1, "pools": {"engines": {"gpus": 0}}}),
+            with_(model={"device": "cuda"}, cluster={"backend": "ray", "pools": {"engines": {"gpus": 0}}}),
             "cluster.pools.engines.gpus must be above 0 with model.device = 'cuda', got 0",
         ),
         (
