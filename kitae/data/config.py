@@ -1,6 +1,7 @@
 """Settings of the data."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Literal, Self
 
 from pydantic import Field, JsonValue, model_validator
@@ -52,6 +53,11 @@ class DataConfig(Section):
     decontaminate: tuple[str, ...] = Field(
         (), description="Files of evaluations: rows to train on that overlap with a text in them are left out."
     )
+
+    @property
+    def files(self) -> list[Path]:
+        """The files of this machine that hold references."""
+        return [Path(path) for path in (self.path, self.eval_path, *self.decontaminate) if path]
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:

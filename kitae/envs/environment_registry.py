@@ -1,7 +1,8 @@
 """The environments that a recipe can name."""
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Self
 
 from kitae.envs.base import Agent, Environment, EpisodeLimits, World
@@ -41,25 +42,25 @@ def _single(params: Params) -> World:
     return Simple(SingleTurn)
 
 
-def _command(params: Params) -> World:
+def _command(params: Params, hidden: Sequence[Path] = ()) -> World:
     """The user's own program, which queries the model over HTTP."""
     try:
         from kitae.envs.command.command_world import CommandWorld
     except ImportError as missing:
         raise ConfigError(f"env.name = 'command' needs kitae[serve]: {missing}") from None
-    return CommandWorld(params)
+    return CommandWorld(params, hidden)
 
 
-def _verifiers(params: Params) -> World:
+def _verifiers(params: Params, hidden: Sequence[Path] = ()) -> World:
     """Environments of Prime Intellect's package `verifiers`, in an interpreter that has it."""
     try:
         from kitae.envs.prime_verifiers.prime_world import VerifiersWorld
     except ImportError as missing:
         raise ConfigError(f"env.name = 'verifiers' needs kitae[serve]: {missing}") from None
-    return VerifiersWorld(params)
+    return VerifiersWorld(params, hidden)
 
 
-WORLDS: dict[str, Callable[[Params], World]] = {
+WORLDS: dict[str, Callable[..., World]] = {
     "single": _single,
     "tools": Tools,
     "games": Games,
@@ -68,9 +69,12 @@ WORLDS: dict[str, Callable[[Params], World]] = {
     "verifiers": _verifiers,
 }
 
+_PROGRAMS = ("command", "verifiers")
 
-def open_world(config: EnvConfig) -> World:
-    """The world that a recipe names. Its params are checked here."""
+
+def open_world(config: EnvConfig, hidden: Sequence[Path] = ()) -> World:
+    """The world that a recipe names. Its params are checked here. hidden: files and folders that hold references, which
+    programs of its episodes must not see."""
     if is_plugin(config.name):
         return _own(config)
     if config.name not in WORLDS:
@@ -78,7 +82,7 @@ def open_world(config: EnvConfig) -> World:
         hint = nearest(config.name, WORLDS)
         raise ConfigError(f"env.name must be one of {known}, or file.py:Class, got {config.name!r}{hint}")
     params = {**config.params, "command": config.command} if config.command else config.params
-    return WORLDS[config.name](params)
+    return WORLDS[config.name](params, hidden) if config.name in _PROGRAMS else WORLDS[config.name](params)
 
 
 def limits_of(config: EnvConfig, context: int | None = None) -> EpisodeLimits:

@@ -178,7 +178,8 @@ async def _evaluate_models(
         papers = {entrant.name: [await paper(entrant, suite) for suite in suites] for entrant in entrants}
         wanted = {p.suite.name: p.suite for each in papers.values() for p in each if p.known is None}
         pools = {name: await stack.enter_async_context(suite.pool(watcher.note)) for name, suite in wanted.items()}
-        worlds = {name: await stack.enter_async_context(open_world(suite.env)) for name, suite in wanted.items()}
+        hidden = [*([output] if output else []), *(file for suite in suites for file in suite.data.files)]
+        worlds = {name: await stack.enter_async_context(open_world(s.env, hidden)) for name, s in wanted.items()}
         for entrant in entrants:
             answered = await _ask(entrant, papers[entrant.name], pools, worlds, settings, watcher)
             for suite in suites:

@@ -45,7 +45,8 @@ class RunEvaluations:
         for suite, prompts in self.suites:
             if self.found(step, suite.name) is None:
                 # Training has the memory of their workers in between.
-                async with suite.pool(self.observer.note) as pool, open_world(suite.env) as world:
+                hidden = [self.folder, *self.config.data.files, *suite.data.files]
+                async with suite.pool(self.observer.note) as pool, open_world(suite.env, hidden) as world:
                     await self._once(step, suite.name, pool, world, suite, prompts)
         return own
 

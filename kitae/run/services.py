@@ -6,6 +6,7 @@ They live in an event loop that all of the run shares, so that they outlast a tr
 import asyncio
 from collections.abc import Coroutine, Sequence
 from contextlib import AsyncExitStack
+from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from kitae.config.root import RLConfig
@@ -80,7 +81,8 @@ class RunServices:
 
     async def _start(self, plan: RLPlan) -> None:
         config, task = plan.config, own_suite(plan.config)
-        self.world = await self._stack.enter_async_context(open_world(config.env))
+        hidden = [Path(config.run.dir), *config.data.files, *(f for suite, _ in plan.suites for f in suite.data.files)]
+        self.world = await self._stack.enter_async_context(open_world(config.env, hidden))
         if _is_hosted(config) and not self._here:
             async with task.pool(self._tell, workers=1) as tried:
                 await self._try(tried, plan)

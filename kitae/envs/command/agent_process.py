@@ -1,17 +1,21 @@
 """The process that runs an agent program for one episode, and that ends with everything that the program started.
 
 setup  {}                                                      greeting  {}
-job    {"command": ["python", "agent.py"], "folder", "variables", "input", "keep"}
+job    {"command": ["python", "agent.py"], "folder", "variables", "input", "keep", "guarded"}
 answer {"status": 0, "words": "the end of what it printed"}, or {"refused": "why it could not be started"}
+
+guarded: the command is that of a sandbox, which gets the filter of system calls that look into other processes.
 """
 
 import ctypes
+import os
 import signal
 import subprocess
 import threading
 from collections.abc import Mapping
 from typing import IO, Any
 
+from kitae.sandbox.seccomp import filter_fd
 from kitae.workers.die_with_parent import tie
 from kitae.workers.templates.template_main import Answer, serve
 
@@ -34,19 +38,29 @@ def run(job: Mapping[str, Any]) -> Mapping[str, Any]:
     kills this process, or by this process if the run itself is killed.
     """
     tie()
+    command = job["command"]
+    looks = filter_fd(only_looks=True) if job["guarded"] else None
+    if looks is not None:
+        command = [command[0], "--seccomp", str(looks), *command[1:]]
+    elif job["guarded"]:
+        return {"refused": "a program that holds a secret cannot be guarded on this processor"}
     try:
         program = subprocess.Popen(
-            job["command"],
+            command,
             cwd=job["folder"],
             env=job["variables"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             bufsize=0,
+            pass_fds=() if looks is None else (looks,),
             preexec_fn=_end_with_parent,  # noqa: PLW1509  this process has no other threads yet
         )
     except OSError as error:
         return {"refused": str(error)}
+    finally:
+        if looks is not None:
+            os.close(looks)
     assert program.stdin is not None and program.stdout is not None
     words = bytearray()
     threading.Thread(target=_write, args=(program.stdin, job["input"].encode()), daemon=True).start()

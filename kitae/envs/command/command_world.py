@@ -1,25 +1,33 @@
 """Agent programs in any language: each episode has its own base URL, at which the policy answers.
 
-A program is started for each episode, and uses its URL like OpenAI's API. The episode ends when the program ends or
-posts a reward. The program receives:
+A program is started for each episode, in a sandbox of its own (`program_sandbox`), and uses its URL like OpenAI's API.
+The episode ends when the program does, and the verifier judges the last answer. The program receives:
 
     OPENAI_BASE_URL, OPENAI_API_KEY   where the policy answers; most clients read these
     OPENAI_MODEL                      a model name; any other is accepted too
-    KITAE_EPISODE_URL                 POST {"reward": 1.0, "detail": "…"} to it + "/reward", GET it + "/prompt"
-    standard input                    the prompt as JSON: id, question, messages, reference, context
+    KITAE_EPISODE_URL                 GET it + "/prompt"; POST it + "/claim" and "/reward", where the recipe allows it
+    standard input                    the prompt as JSON: id, question, messages, context
     {question}, {base_url}, {model}   replaced in the words of the command
+
+**Secrets.** What the model writes may run as a child of the program, and finds all of the above. So none of it is worth
+anything: the reference stays here, and nobody can post a reward. A recipe that lets the program give the rewards
+(`reward = "program"`), or that shows it the reference, lets it claim them: once, before it asks the policy for the
+first time, when nothing that the model wrote can be there. The claim's answer has the token without which no reward is
+taken.
 """
 
 import asyncio
+import hmac
 import json
 import os
 import secrets
 import shlex
 import shutil
-from collections.abc import Mapping
+import warnings
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field
 from starlette.applications import Starlette
@@ -30,9 +38,11 @@ from starlette.routing import Mount, Route
 from kitae.clients.addresses import address_of, listen
 from kitae.data.chat import Chat
 from kitae.envs.base import Outcome
+from kitae.envs.command.program_sandbox import HOME, ProgramSandbox, sandboxed
 from kitae.envs.config import read_params
 from kitae.envs.episode_processes import EpisodeProcesses, EpisodeProcessLost
-from kitae.errors import ConfigError
+from kitae.envs.program_variables import program_variables
+from kitae.errors import ConfigError, KitaeWarning
 from kitae.section import Section
 from kitae.serving.admission import AdmissionControl
 from kitae.serving.app import chat_routes, make_app, name_routes
@@ -56,39 +66,100 @@ _HINTS = ("reasoning_effort", "verbosity")  # request fields without effect, as 
 _EPISODES = "/episodes/{token}"
 
 
+_BARE = (
+    'env.params.sandbox = "none" runs agent programs with your rights, and what the model writes where they run it: it '
+    "can read the data, the run folder and the memory of this run"
+)
+
+
 class _RewardBody(RequestBody):
     reward: float
     detail: str = ""
+    token: str = ""
 
 
-class CommandParams(Section):
+class ProgramParams(Section):
+    """Settings of what a program of an episode sees."""
+
+    folder: str = Field(".", description="The folder in which it runs; it is read-only in the sandbox.")
+    variables: dict[str, str] = Field(default_factory=dict, description="Variables of its environment.")
+    pass_on: tuple[str, ...] = Field(
+        (), description="Names of variables of ours that it gets too: ['HF_HOME']. What the model writes can read them."
+    )
+    readable: tuple[str, ...] = Field((), description="Further files and folders that it can read in the sandbox.")
+    writable: tuple[str, ...] = Field(
+        (), description="Files and folders that it can write in the sandbox; all episodes share them."
+    )
+    tmp_mb: int = Field(1024, ge=1, description="Size of its /tmp and home, which are empty and end with the episode.")
+    sandbox: ProgramSandbox = Field("bwrap", description="Where it runs: bwrap, or none: with your rights.")
+
+
+class CommandParams(ProgramParams):
     """Settings of agent programs."""
 
     command: str = Field(description="The program of an episode and its arguments, as in a shell: python agent.py.")
-    folder: str = Field(".", description="The folder in which it runs.")
-    variables: dict[str, str] = Field(default_factory=dict, description="Variables of its environment.")
+    reward: Literal["verifier", "program"] = Field(
+        "verifier", description="Who gives the reward: the verifier, or the program, which must claim the right first."
+    )
+    reference: bool = Field(False, description="Whether the program can claim the reference and all of the context.")
+    context: tuple[str, ...] = Field((), description="Names in the prompt's context that it gets with the prompt.")
     keep: int = Field(2000, ge=1, description="Characters of its output that are kept to explain a failure.")
 
 
 class CommandWorld:
     """A `World`: the server that all programs of a run use, and the processes that they run in."""
 
-    def __init__(self, params: Mapping[str, Any]) -> None:
+    def __init__(self, params: Mapping[str, Any], hidden: Sequence[Path] = ()) -> None:
         self.params = read_params(CommandParams, params, "command")
         self.words = _split(self.params.command)
+        self.hidden = [place.absolute() for place in hidden]
         if not Path(self.params.folder).is_dir():
             raise ConfigError(f"env.params.folder must be a folder, got {self.params.folder!r}")
         program = self.words[0]
         found = shutil.which(program, path=self.params.variables.get("PATH")) or "/" in program
         if not found or ("/" in program and not (Path(self.params.folder) / program).exists()):
             raise ConfigError(f"env.command must begin with a program that exists, got {program!r}")
+        for name, paths in (("readable", self.params.readable), ("writable", self.params.writable)):
+            if missing := [path for path in paths if not Path(path).expanduser().exists()]:
+                raise ConfigError(f"env.params.{name} must list what exists, got {missing[0]!r}")
+        if self.params.sandbox == "none":
+            warnings.warn(_BARE, KitaeWarning, stacklevel=2)
         self.starting = asyncio.Semaphore(max(2, os.cpu_count() or 1))
         self.processes = EpisodeProcesses("kitae.envs.command.agent_process", {}, "agent", ConfigError)
         self._agents: dict[str, CommandAgent] = {}
         self._stack = AsyncExitStack()
         self._url = ""
 
+    @property
+    def secret(self) -> bool:
+        """Whether a program holds something that what it starts must not reach."""
+        return self.params.reward == "program" or self.params.reference
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """Of its environment, but for those of one episode."""
+        own = {} if self.params.sandbox == "none" else {"HOME": HOME, "TMPDIR": "/tmp"}
+        found = program_variables(self.params.pass_on, {**own, **self.params.variables})
+        return {**found, **_reached_directly(found)}
+
+    def command(self, words: Sequence[str]) -> list[str]:
+        """The words of a program's command line, in the sandbox."""
+        params = self.params
+        if params.sandbox == "none":
+            return list(words)
+        return sandboxed(
+            words,
+            Path(params.folder).absolute(),
+            self.variables.get("PATH", os.defpath),
+            readable=_places(params.readable),
+            writable=_places(params.writable),
+            hidden=self.hidden,
+            guarded=self.secret,
+            tmp_mb=params.tmp_mb,
+        )
+
     async def __aenter__(self) -> Self:
+        self.command(self.words)  # says whether there is a sandbox, before a model is loaded
         await self._stack.enter_async_context(self.processes)
         return self
 
@@ -122,6 +193,7 @@ class CommandWorld:
         )
         own = [
             Route("/prompt", endpoint(self._prompt, counters), methods=["GET"]),
+            Route("/claim", endpoint(self._claim, counters), methods=["POST"]),
             Route("/reward", endpoint(self._reward, counters), methods=["POST"]),
         ]
         asked = [*chat_routes(handlers, counters), *name_routes(_NAME, 0, counters)]
@@ -137,9 +209,13 @@ class CommandWorld:
     async def _prompt(self, request: Request) -> Response:
         return json_response(self._find(request).prompt)
 
+    async def _claim(self, request: Request) -> Response:
+        return json_response(self._find(request).claim())
+
     async def _reward(self, request: Request) -> Response:
         agent = self._find(request)
         body = _RewardBody.read(await read_body(request))
+        agent.check_token(body.token)
         return json_response({"ended": True, "reward": agent.reward(Outcome(body.reward, body.detail))})
 
 
@@ -153,12 +229,16 @@ class CommandAgent:
         self._posted: asyncio.Future[Outcome] | None = None
         self._model: Model | None = None
         self._starting = False
+        self._claim_token = ""  # until it is claimed
+        self._may_claim = world.secret
 
     @property
     def model(self) -> Model:
-        """The model that answers the program's requests. The first request shows that the program has started."""
+        """The model that answers the program's requests. The first request shows that the program has started, and ends
+        the time in which secrets can be claimed."""
         assert self._model is not None
         self._has_started()
+        self._may_claim = False
         return self._model
 
     async def enter(self) -> None:
@@ -173,15 +253,38 @@ class CommandAgent:
 
     @property
     def prompt(self) -> dict[str, Any]:
-        """The prompt as the program receives it."""
+        """The prompt as the program receives it, and whatever the model writes may read it."""
         p = self._prompt
         return {
             "id": p.id,
             "question": str(p.context.get("question", p.messages[-1].content if p.messages else "")),
             "messages": [{"role": m.role, "content": m.content} for m in p.messages],
-            "reference": p.reference,
-            "context": dict(p.context),
+            "context": {name: p.context[name] for name in self._world.params.context if name in p.context},
         }
+
+    def claim(self) -> dict[str, Any]:
+        """What the program alone may know: the token for its reward, and the reference if the recipe shows it."""
+        params = self._world.params
+        if not self._world.secret:
+            raise Refused('there is nothing to claim: the recipe sets neither reward = "program" nor reference', 403)
+        if not self._may_claim:
+            raise Refused("a claim is answered once, before the first request to the policy", 403)
+        self._may_claim = False
+        claimed: dict[str, Any] = {}
+        if params.reward == "program":
+            self._claim_token = claimed["token"] = secrets.token_urlsafe(24)
+        if params.reference:
+            claimed |= {"reference": self._prompt.reference, "context": dict(self._prompt.context)}
+        return claimed
+
+    def check_token(self, token: str) -> None:
+        """Raise unless it is the one that was claimed."""
+        if self._world.params.reward != "program":
+            raise Refused('the verifier gives the reward; env.params.reward = "program" lets the program post it', 403)
+        if not self._claim_token or not hmac.compare_digest(
+            self._claim_token.encode(), token.encode("utf-8", "replace")
+        ):
+            raise Refused("a reward needs the token of the claim, got none or another", 403)
 
     async def run(self, model: Model) -> Outcome:
         self._model = model
@@ -216,17 +319,16 @@ class CommandAgent:
         base = f"{url}/v1"
         replacements = {"{question}": prompt["question"], "{base_url}": base, "{model}": _NAME}
         variables = {
-            **os.environ,
-            **params.variables,
-            **_reached_directly({**os.environ, **params.variables}),
+            **self._world.variables,
             "OPENAI_BASE_URL": base,
             "OPENAI_API_KEY": self.token,
             "OPENAI_MODEL": _NAME,
             "KITAE_EPISODE_URL": url,
         }
         return {
-            "command": [_replaced(word, replacements) for word in self._world.words],
+            "command": self._world.command([_replaced(word, replacements) for word in self._world.words]),
             "folder": params.folder,
+            "guarded": self._world.secret and params.sandbox != "none",
             "variables": variables,
             "input": json.dumps(prompt),
             "keep": params.keep,
@@ -241,6 +343,10 @@ def _outcome(answer: Mapping[str, Any]) -> Outcome:
         said = " ".join(answer["words"].split())[-400:]
         raise RuntimeError(f"the program ended with status {answer['status']}: {said or 'it printed nothing'}")
     return Outcome()
+
+
+def _places(paths: Sequence[str]) -> list[Path]:
+    return [Path(path).expanduser().absolute() for path in paths]
 
 
 def _reached_directly(variables: Mapping[str, str]) -> dict[str, str]:

@@ -142,8 +142,7 @@ async def _session(stack: AsyncExitStack, setup: Mapping[str, Any]) -> Any:
     from mcp.client.stdio import stdio_client
 
     program, *arguments = tethered(setup["command"])
-    environment = {**os.environ, **setup["env"]}
-    server = StdioServerParameters(command=program, args=arguments, env=environment, cwd=setup["cwd"] or None)
+    server = StdioServerParameters(command=program, args=arguments, env=setup["env"], cwd=setup["cwd"] or None)
     silent = stack.enter_context(open(os.devnull, "w"))  # noqa: SIM115 - the stack closes it
     read, write = await stack.enter_async_context(stdio_client(server, errlog=silent))
     session = await stack.enter_async_context(ClientSession(read, write))

@@ -8,6 +8,7 @@ from pydantic import Field
 
 from kitae.envs.config import read_params
 from kitae.envs.episode_processes import EpisodeProcess, EpisodeProcesses
+from kitae.envs.program_variables import program_variables
 from kitae.envs.tools.base import ToolEpisode, ToolRefusal
 from kitae.errors import ConfigError
 from kitae.section import Section
@@ -18,7 +19,8 @@ class McpParams(Section):
     """Params of the environment `mcp`."""
 
     command: tuple[str, ...] = Field(min_length=1, description="The program that is the server, and its arguments.")
-    env: dict[str, str] = Field(default_factory=dict, description="Variables that the server has beside ours.")
+    env: dict[str, str] = Field(default_factory=dict, description="Variables of the server's environment.")
+    pass_on: tuple[str, ...] = Field((), description="Names of variables of ours that the server gets too.")
     cwd: str = Field("", description="The folder in which it runs.")
     tools: tuple[str, ...] = Field((), description="Which of its tools the model may call; none: all.")
     shared: bool = Field(False, description="One server for all episodes, instead of one for each.")
@@ -40,7 +42,8 @@ class Mcp:
 
     def __init__(self, params: Mapping[str, Any]) -> None:
         self._params = read_params(McpParams, params, "mcp")
-        setup = {"command": list(self._params.command), "env": self._params.env, "cwd": self._params.cwd}
+        variables = program_variables(self._params.pass_on, self._params.env)
+        setup = {"command": list(self._params.command), "env": variables, "cwd": self._params.cwd}
         self._processes = EpisodeProcesses(
             "kitae.envs.mcp.mcp_process", setup, "speaker with an MCP server", ConfigError
         )

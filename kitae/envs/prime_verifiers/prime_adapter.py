@@ -5,7 +5,8 @@
     --check           instead: load the environment and print the numbers of its tasks as the last line
 
 This file runs without Kitae: it needs only the standard library and that package, version 0.4 (`verifiers.v1`) or 0.1.
-It queries the policy at OPENAI_BASE_URL and posts the reward to KITAE_EPISODE_URL.
+It claims the token for its reward before it begins, queries the policy at OPENAI_BASE_URL and posts the reward to
+KITAE_EPISODE_URL.
 """
 
 import asyncio
@@ -120,11 +121,11 @@ def load(order: dict[str, Any]) -> Any:
         raise SystemExit(" ".join(f"{type(error).__name__}: {error}".split())) from None
 
 
-def post_reward(reward: float, detail: str) -> None:
-    url = os.environ["KITAE_EPISODE_URL"] + "/reward"
-    body = json.dumps({"reward": reward, "detail": detail}).encode()
-    request = urllib.request.Request(url, body, {"content-type": "application/json"})
-    urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request).read()
+def post(path: str, body: dict[str, Any]) -> Any:
+    """Post to the episode's own address."""
+    url = os.environ["KITAE_EPISODE_URL"] + path
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"content-type": "application/json"})
+    return json.load(urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request))
 
 
 def main() -> None:
@@ -133,9 +134,11 @@ def main() -> None:
     if "--check" in sys.argv:
         print(json.dumps(env.tasks.sizes()))
         return
+    token = post("/claim", {})["token"]
     wanted = json.load(sys.stdin)["context"]["task"]
     task = env.tasks.pick(wanted["number"], wanted["split"])
-    post_reward(*asyncio.run(env.play(task)))
+    reward, detail = asyncio.run(env.play(task))
+    post("/reward", {"reward": reward, "detail": detail, "token": token})
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import json
 import os
 import shlex
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
@@ -17,18 +17,19 @@ from typing import Any, Self
 from pydantic import Field, JsonValue
 
 from kitae.data.tasks import find_task
-from kitae.envs.command.command_world import CommandAgent, CommandWorld
+from kitae.envs.command.command_world import CommandAgent, CommandWorld, ProgramParams
 from kitae.envs.config import read_params
 from kitae.envs.games.game_world import seed_of
 from kitae.errors import ConfigError
-from kitae.section import Section
 from kitae.types import Prompt
 
 _ADAPTER = Path(__file__).with_name("prime_adapter.py")
+_CACHE = "~/.cache"
+_TOKENS = ("~/.cache/huggingface/token", "~/.cache/huggingface/stored_tokens")
 _LOADING = 600.0  # seconds, as an environment may download its data
 
 
-class VerifiersParams(Section):
+class VerifiersParams(ProgramParams):
     """Settings of the environment `verifiers`."""
 
     environment: str = Field(description="The environment as its package names it: gsm8k, or a module of the folder.")
@@ -39,23 +40,27 @@ class VerifiersParams(Section):
     settings: dict[str, JsonValue] = Field(
         default_factory=dict, description="Further settings of an environment of verifiers.v1: { agent = { … } }."
     )
-    folder: str = Field(".", description="The folder in which it runs.")
-    variables: dict[str, str] = Field(default_factory=dict, description="Variables of its environment.")
+    writable: tuple[str, ...] = Field(
+        tuple(place for place in (_CACHE,) if Path(place).expanduser().is_dir()),
+        description="What it can write in the sandbox; by default caches, so that not each episode downloads its data.",
+    )
 
 
 class VerifiersWorld(CommandWorld):
     """A `World` of agent programs that are all the adapter. sizes: how many tasks each split has."""
 
-    def __init__(self, params: Mapping[str, Any]) -> None:
+    def __init__(self, params: Mapping[str, Any], hidden: Sequence[Path] = ()) -> None:
         given = read_params(VerifiersParams, params, "verifiers")
         if shutil.which(given.python) is None:
             raise ConfigError(f"env.params.python must be an interpreter, got {given.python!r}")
         order = {"environment": given.environment, "args": given.args, "settings": given.settings}
-        variables = {"PYTHONPATH": "", **given.variables, "KITAE_VERIFIERS": json.dumps(order)}
+        cache = {"XDG_CACHE_HOME": str(Path(_CACHE).expanduser())} if _CACHE in given.writable else {}
+        variables = {"PYTHONPATH": "", **cache, **given.variables, "KITAE_VERIFIERS": json.dumps(order)}
         python = str(Path(given.python).absolute()) if os.sep in given.python else given.python
-        super().__init__(
-            {"command": shlex.join([python, str(_ADAPTER)]), "folder": given.folder, "variables": variables}
-        )
+        shown = {name: getattr(given, name) for name in ProgramParams.model_fields} | {"variables": variables}
+        command = shlex.join([python, str(_ADAPTER)])
+        tokens = [Path(token).expanduser() for token in _TOKENS]
+        super().__init__({**shown, "command": command, "reward": "program", "context": ("task",)}, [*hidden, *tokens])
         self.sizes: Mapping[str, int] = {}
 
     async def __aenter__(self) -> Self:
@@ -68,10 +73,9 @@ class VerifiersWorld(CommandWorld):
     async def _check(self) -> dict[str, int]:
         """Load the environment once, to check it before a model is loaded."""
         program = await asyncio.create_subprocess_exec(
-            *self.words,
-            "--check",
+            *self.command([*self.words, "--check"]),
             cwd=self.params.folder,
-            env={**os.environ, **self.params.variables},
+            env=self.variables,
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,

@@ -27,7 +27,7 @@ PROMPT = Prompt("p/1", (Message("user", "2 + 2"),), "4", {"question": "2 + 2"})
 
 ASK = """
 import json, os, sys, urllib.request
-def post(url, body):
+def post(url, body={}):
     headers = {"content-type": "application/json", "authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
     request = urllib.request.Request(url, json.dumps(body).encode(), headers)
     return json.loads(urllib.request.urlopen(request).read())
@@ -35,11 +35,12 @@ def say(*messages, **more):
     body = {"model": "gpt-4o", "messages": list(messages), "temperature": 0.2, **more}
     return post(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body)["choices"][0]["message"]
 def reward(value, detail=""):
-    post(os.environ["KITAE_EPISODE_URL"] + "/reward", {"reward": value, "detail": detail})
+    post(os.environ["KITAE_EPISODE_URL"] + "/reward", {"reward": value, "detail": detail, "token": claimed["token"]})
 def user(text):
     return {"role": "user", "content": text}
 prompt = json.load(sys.stdin)
 """
+CLAIM = 'claimed = post(os.environ["KITAE_EPISODE_URL"] + "/claim")\n'
 
 
 class Judge:
@@ -66,11 +67,14 @@ def run(
     says: str = "ab",
     tokens: int = 200,
     beside: Callable[[], Coroutine[Any, Any, None]] = nothing,
+    **params: Any,
 ) -> Group:
+    """Episodes of a program, which gives the reward if it calls `reward`, and may write its folder."""
+    if "reward(" in program:
+        program, params = CLAIM + program, {"reward": "program", **params}
     (tmp_path / "agent.py").write_text(ASK + program)
-    config = EnvConfig(
-        name="command", command=f"{sys.executable} agent.py {arguments}", params={"folder": str(tmp_path)}
-    )
+    params = {"folder": str(tmp_path), "writable": [str(tmp_path)], **params}
+    config = EnvConfig(name="command", command=f"{sys.executable} agent.py {arguments}", params=params)
     tokenizer = _tokenizer()
     chat = Chat(tokenizer)
     answer = [*chat.encode(says), *chat.stop_tokens[:1]]
@@ -95,7 +99,7 @@ def test_a_program_talks_and_its_last_answer_is_judged(tmp_path: Path) -> None:
     group = run(
         tmp_path,
         """
-assert prompt["question"] == "2 + 2" and prompt["reference"] == "4", prompt
+assert prompt["question"] == "2 + 2" and "reference" not in prompt, prompt
 assert sys.argv[1:] == ["2 + 2", "policy"], sys.argv
 talk = prompt["messages"]
 for word in ("more", "again"):
@@ -197,15 +201,22 @@ def test_a_proxy_is_not_asked_for_this_machine(tmp_path: Path, monkeypatch: pyte
         ("say(user('a'))\nraise ValueError('boom')", "ValueError: boom"),
         ("pass", "without asking the model anything"),
         ("say(user('a'))\nimport time; time.sleep(1000)", "asked nothing for 2 s"),
-        ("say(user('a'))\nos.kill(os.getpid(), 9)", "status -9"),
+        ("say(user('a'))\nos.kill(os.getpid(), 9)", "status 137"),
         ("say(user('a'))\nwhile True: print('x' * 10**6)", "asked nothing for 2 s"),
-        ("say(user('a'))\nos.kill(os.getppid(), 9)", "the program was lost"),
     ],
 )
 def test_a_failure_costs_one_sample(tmp_path: Path, program: str, reason: str) -> None:
     (rollout,) = run(tmp_path, program, judge=Judge(), seconds=2.0).rollouts
     assert rollout.status == "failed" and rollout.score is not None
     assert reason in rollout.score.detail, rollout.score.detail
+
+
+@pytest.mark.filterwarnings("ignore:env.params.sandbox")
+def test_without_a_sandbox_it_may_kill_what_keeps_it(tmp_path: Path) -> None:
+    program = "say(user('a'))\nos.kill(os.getppid(), 9)"
+    (rollout,) = run(tmp_path, program, judge=Judge(), seconds=2.0, sandbox="none").rollouts
+    assert rollout.status == "failed" and rollout.score is not None
+    assert "the program was lost" in rollout.score.detail, rollout.score.detail
 
 
 def test_what_the_server_refuses(tmp_path: Path) -> None:
@@ -220,6 +231,8 @@ base = os.environ["OPENAI_BASE_URL"]
 assert status(lambda: post(base.replace("/v1", "x/v1") + "/chat/completions", {"messages": [user("a")]})) == 404
 assert status(lambda: say(user("a"), frequency_penalty=1)) == 400
 assert status(lambda: post(os.environ["KITAE_EPISODE_URL"] + "/reward", {"reward": "much"})) == 400
+assert status(lambda: post(os.environ["KITAE_EPISODE_URL"] + "/reward", {"reward": 1})) == 403
+assert status(lambda: post(os.environ["KITAE_EPISODE_URL"] + "/claim")) == 403
 for _ in range(8): say(user("a"))
 assert status(lambda: say(user("a"))) == 400
 sys.exit(1)
@@ -228,19 +241,19 @@ sys.exit(1)
     assert (rollout.status, rollout.finish) == ("complete", "length"), rollout.score
 
 
-def test_nothing_is_left_behind(tmp_path: Path) -> None:
+@pytest.mark.filterwarnings("ignore:env.params.sandbox")
+@pytest.mark.parametrize("sandbox", ["bwrap", "none"])
+def test_nothing_is_left_behind(tmp_path: Path, sandbox: str) -> None:
     program = """
 import subprocess
-left = [subprocess.Popen(["sleep", "1000"], start_new_session=new) for new in (False, True)]
-open("pids", "w").write(" ".join(str(p.pid) for p in left))
+for new in (False, True):
+    subprocess.Popen(["sleep", "1000"], start_new_session=new)
 say(user("a"))
 """
     before = set(family_of(os.getpid()))  # other tests may have left something of their own
-    (rollout,) = run(tmp_path, program, judge=Judge()).rollouts
+    (rollout,) = run(tmp_path, program, judge=Judge(), sandbox=sandbox).rollouts
     assert rollout.status == "complete"
-    pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
-    _until(lambda: not any(state_of(pid) not in ("", "Z") for pid in pids))
-    assert not [pid for pid in set(family_of(os.getpid())) - before if state_of(pid) not in ("", "Z")]
+    _until(lambda: not [pid for pid in set(family_of(os.getpid())) - before if state_of(pid) not in ("", "Z")])
 
 
 def _until(reached: Callable[[], bool]) -> None:

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from test_command_world import ASK, PROMPT, Judge, _until, run
+from test_command_world import ASK, CLAIM, PROMPT, Judge, _until, run
 
 import kitae
 from kitae.data.chat import Chat
@@ -63,15 +63,17 @@ def gone(folder: Path) -> bool:
     return state_of(int((folder / "pid").read_text())) in ("", "Z")
 
 
+@pytest.mark.filterwarnings("ignore:env.params.sandbox")
 def test_a_daemon_ends_with_its_episode(tmp_path: Path) -> None:
-    (rollout,) = run(tmp_path, DAEMON + "say(user('a'))", judge=Judge()).rollouts
+    (rollout,) = run(tmp_path, DAEMON + "say(user('a'))", judge=Judge(), sandbox="none").rollouts
     assert rollout.status == "complete"
     _until(lambda: gone(tmp_path))
 
 
+@pytest.mark.filterwarnings("ignore:env.params.sandbox")
 def test_a_daemon_ends_with_its_episode_though_its_keeper_was_killed(tmp_path: Path) -> None:
     program = DAEMON + "say(user('a'))\nos.kill(os.getppid(), 9)\nimport time; time.sleep(1000)"
-    (rollout,) = run(tmp_path, program, judge=Judge()).rollouts
+    (rollout,) = run(tmp_path, program, judge=Judge(), sandbox="none").rollouts
     assert rollout.status == "failed"
     _until(lambda: gone(tmp_path))
 
@@ -83,7 +85,7 @@ import sys
 sys.path[:0] = {[str(Path(__file__).parent), str(Path(kitae.__file__).parent.parent)]!r}
 from pathlib import Path
 from test_command_world import run
-run(Path({str(tmp_path)!r}), {DAEMON + "import time; time.sleep(1000)"!r}, seconds=1000)
+run(Path({str(tmp_path)!r}), {DAEMON + "import time; time.sleep(1000)"!r}, seconds=1000, sandbox="none")
 """
     process = subprocess.Popen([sys.executable, "-c", boot])
     try:
@@ -183,7 +185,8 @@ time.sleep(1000)
 
 def test_rewards_that_are_none_and_a_second_one(tmp_path: Path) -> None:
     program = (
-        RAW
+        CLAIM
+        + RAW
         + """
 say(user("a"))
 url = os.environ["KITAE_EPISODE_URL"] + "/reward"
@@ -193,14 +196,15 @@ def send(text):
 for bad in ("NaN", "Infinity", "-Infinity", "1e999", "1" + "0" * 400, '"1"', "true", "null", "[1]"):
     assert status(lambda: send('{"reward": %s}' % bad)) == 400, bad
 assert status(lambda: send('{"reward": 1, "rewards": 2}')) == 400
+token = b', "token": ' + json.dumps(claimed["token"]).encode()
 one = connect()
 for value in (b"0.25", b"1"):
-    body = b'{"reward": ' + value + b'}'
+    body = b'{"reward": ' + value + token + b'}'
     one.sendall(head(urllib.parse.urlsplit(url).path, len(body)) + body)
 time.sleep(1000)
 """
     )
-    (rollout,) = run(tmp_path, program).rollouts
+    (rollout,) = run(tmp_path, program, reward="program").rollouts
     assert rollout.score is not None and rollout.score.value == 0.25, rollout.score
 
 
@@ -211,20 +215,22 @@ def test_the_address_of_an_episode_that_is_over_leads_nowhere(tmp_path: Path) ->
         chat = Chat(_tokenizer())
         (tmp_path / "agent.py").write_text(
             ASK
+            + CLAIM
             + RAW
             + """
 if os.path.exists("other"):
     mine = os.environ["KITAE_EPISODE_URL"]
     os.environ["OPENAI_BASE_URL"] = (other := open("other").read()) + "/v1"
     assert other != mine and status(lambda: say(user("a"))) == 404
-    assert status(lambda: post(other + "/reward", {"reward": 1})) == 404
+    assert status(lambda: post(other + "/reward", {"reward": 1, "token": claimed["token"]})) == 404
     os.environ["OPENAI_BASE_URL"] = mine + "/v1"
 open("other", "w").write(os.environ["KITAE_EPISODE_URL"])
 say(user("a"))
 reward(0.5)
 """
         )
-        config = EnvConfig(name="command", command=f"{sys.executable} agent.py", params={"folder": str(tmp_path)})
+        params = {"folder": str(tmp_path), "writable": [str(tmp_path)], "reward": "program"}
+        config = EnvConfig(name="command", command=f"{sys.executable} agent.py", params=params)
         engine = FakeEngine(lambda request: [*chat.encode("ab"), *chat.stop_tokens[:1]])
         async with open_world(config) as world:
             sampling = SamplingParams(max_tokens=200, stop_tokens=chat.stop_tokens)

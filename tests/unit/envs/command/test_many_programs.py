@@ -20,13 +20,15 @@ from kitae.models.tiny import _tokenizer
 from kitae.types import Group, Message, Prompt
 from kitae.workers.process_status import family_of, state_of
 
-SHELL = """
+SHELL = r"""
+token=$(curl -sf -X POST "$KITAE_EPISODE_URL/claim" | sed 's/.*"token":"\([^"]*\)".*/\1/')
 ask() { curl -sf "$OPENAI_BASE_URL/chat/completions" -H 'Content-Type: application/json' -d "$1"; }
 first='{"role": "user", "content": "a"}'
 ask '{"messages": ['"$first"']}' > /dev/null || exit 1
 more='{"role": "assistant", "content": "ab"}, {"role": "user", "content": "b"}'
 ask '{"messages": ['"$first, $more"']}' | grep -q '"ab"' || exit 2
-curl -sf "$KITAE_EPISODE_URL/reward" -H 'Content-Type: application/json' -d '{"reward": 1}' > /dev/null
+printf '{"reward": 1, "token": "%s"}' "$token" |
+    curl -sf "$KITAE_EPISODE_URL/reward" -H 'Content-Type: application/json' -d @- > /dev/null
 sleep 100
 """
 
@@ -36,7 +38,9 @@ sleep 100
 def test_two_hundred_programs_at_once(tmp_path: Path, count: int) -> None:
     chat = Chat(_tokenizer())
     engine = FakeEngine(lambda request: [*chat.encode("ab"), *chat.stop_tokens[:1]])
-    config = EnvConfig(name="command", command=f"sh -c {shlex.quote(SHELL)}", params={"folder": str(tmp_path)})
+    config = EnvConfig(
+        name="command", command=f"sh -c {shlex.quote(SHELL)}", params={"folder": str(tmp_path), "reward": "program"}
+    )
     prompt = Prompt("p/1", (Message("user", "a"),), "")
     seen: dict[str, int] = {"descriptors": 0, "programs": 0}
     others = family_of(os.getpid())  # of other tests
