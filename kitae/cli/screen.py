@@ -87,7 +87,7 @@ def _report(result: "Result", config: Root) -> list[str]:
             f"{f'held-out {what}':18} {before['avg']:.3f} → {after['avg']:.3f}  ({rise:+.3f}; "
             f"{int(count)} {of}, 95 % interval {after['avg_low']:.3f}–{after['avg_high']:.3f})"
         )
-    own = "" if config.cluster.backend == "none" else " (the controller; what runs at posts is not counted)"
+    own = "" if config.cluster.backend == "none" else " (the controller; worker processes are not counted)"
     lines += [
         f"peak memory        {peak_memory_gb():.1f} GB{own}",
         f"disk               {as_size(look(folder).size)}, {as_size(size_of(folder / 'checkpoints'))} of it "

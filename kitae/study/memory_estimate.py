@@ -54,7 +54,7 @@ class Footprint:
 
 
 def is_spread(config: RLConfig) -> bool:
-    """Whether the run is in posts of a cluster: then no single memory must hold it, and nothing is said of any."""
+    """Whether the run is in worker processes: then no single memory must hold it, and nothing is said of any."""
     return config.cluster.backend != "none"
 
 

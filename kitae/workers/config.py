@@ -24,7 +24,7 @@ class PoolConfig(Section):
         "pack", description="On few machines or on many; strict: or not at all."
     )
     labels: dict[str, str] = Field({}, description="Labels that a machine must have, e.g. { accelerator = 'h200' }.")
-    beside: str = Field("", description="Another pool, whose places this one shares: colocated.")
+    colocate_with: str = Field("", description="Another pool, whose places this one shares: colocated.")
 
 
 class ClusterConfig(Section):
@@ -79,12 +79,12 @@ class ClusterConfig(Section):
         for name, pool in self.pools.items():
             if name not in POOLS:
                 raise ValueError(f"cluster.pools must be some of {', '.join(POOLS)}, got {name!r}")
-            if pool.beside and (pool.beside not in POOLS or pool.beside == name):
-                raise ValueError(f"cluster.pools.{name}.beside must be another pool, got {pool.beside!r}")
-            if pool.beside and pool.beside in self.pools and self.pools[pool.beside].beside:
+            if pool.colocate_with and (pool.colocate_with not in POOLS or pool.colocate_with == name):
+                raise ValueError(f"cluster.pools.{name}.colocate_with must be another pool, got {pool.colocate_with!r}")
+            if pool.colocate_with and pool.colocate_with in self.pools and self.pools[pool.colocate_with].colocate_with:
                 raise ValueError(
-                    f"cluster.pools.{name}.beside must be a pool with places of its own, got {pool.beside!r}, which is "
-                    "beside another"
+                    f"cluster.pools.{name}.colocate_with must be a pool with places of its own, got "
+                    f"{pool.colocate_with!r}, which shares those of another"
                 )
         return self
 

@@ -1,7 +1,7 @@
 """What the pools of a run ask of a cluster, and whether its machines can give it. Pure: back-ends act on it.
 
-A *room* is a set of bundles that are found together or not at all; processes have seats in its bundles. Pools that are
-beside another share its room. A bundle is on one machine.
+A *placement group* is a set of bundles that are found together or not at all; processes have slots in its bundles.
+Pools that are colocated with another share its group. A bundle is on one machine.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -67,22 +67,22 @@ class Supplier:
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
-    """`Room("trainer", "spread", (Demand(2),) * 4, {}, seats={"trainer": (0, 1, 2, 3), "engines": (0, 1)})`.
+class PlacementGroup:
+    """`PlacementGroup("trainer", "spread", (Demand(2),) * 4, {}, slots={"trainer": (0, 1, 2, 3), "engines": (0, 1)})`.
 
-    seats: for each pool, the bundle of each of its processes. here: on the controller's machine.
+    slots: for each pool, the bundle of each of its processes. here: on the controller's machine.
     """
 
     name: str
     place: str
     bundles: tuple[Demand, ...]
     labels: Mapping[str, str]
-    seats: Mapping[str, tuple[int, ...]]
+    slots: Mapping[str, tuple[int, ...]]
     here: bool = False
 
     def __str__(self) -> str:
         each = " or ".join(dict.fromkeys(map(str, self.bundles)))
-        pools = " and ".join(f"cluster.pools.{pool} ({len(seats)} processes)" for pool, seats in self.seats.items())
+        pools = " and ".join(f"cluster.pools.{pool} ({len(slots)} processes)" for pool, slots in self.slots.items())
         labels = ", ".join(f"{key}={value}" for key, value in self.labels.items())
         number = f"{len(self.bundles)} × ({each})" if len(self.bundles) > 1 else each
         where = " on the controller's machine" if self.here else f", place = {self.place!r}"
@@ -119,25 +119,25 @@ def with_gpus(
 
 def _neighbours(config: ClusterConfig, counts: Mapping[str, int], name: str) -> int:
     """How many processes share a bundle with one of this pool, itself included, of those that hold a model."""
-    host = pool_of(config, name).beside if counts.get(pool_of(config, name).beside) else name
-    guests = [each for each in COMPUTING if each != host and pool_of(config, each).beside == host]
+    host = pool_of(config, name).colocate_with if counts.get(pool_of(config, name).colocate_with) else name
+    guests = [each for each in COMPUTING if each != host and pool_of(config, each).colocate_with == host]
     return 1 + sum(ceil(counts.get(each, 0) / max(1, counts.get(host, 0))) for each in guests)
 
 
-def rooms_of(config: ClusterConfig, counts: Mapping[str, int]) -> tuple[Room, ...]:
-    """The rooms of all pools that have processes, the trainer's first."""
+def groups_of(config: ClusterConfig, counts: Mapping[str, int]) -> tuple[PlacementGroup, ...]:
+    """The groups of all pools that have processes, the trainer's first."""
     hosts: dict[str, list[str]] = {}
     for name in POOLS:
         if counts.get(name):
-            beside = pool_of(config, name).beside
-            hosts.setdefault(beside if counts.get(beside) else name, []).append(name)
-    return tuple(_room(config, host, guests, counts) for host, guests in sorted(hosts.items(), key=_order))
+            other = pool_of(config, name).colocate_with
+            hosts.setdefault(other if counts.get(other) else name, []).append(name)
+    return tuple(_group(config, host, guests, counts) for host, guests in sorted(hosts.items(), key=_order))
 
 
-def lone_room(config: ClusterConfig, pool: str) -> Room:
+def lone_group(config: ClusterConfig, pool: str) -> PlacementGroup:
     """For one more process of a pool."""
     asked = pool_of(config, pool)
-    return Room(pool, "pack", (Demand.of(asked).bundle,), asked.labels, {pool: (0,)})
+    return PlacementGroup(pool, "pack", (Demand.of(asked).bundle,), asked.labels, {pool: (0,)})
 
 
 def pool_of(config: ClusterConfig, name: str) -> PoolConfig:
@@ -148,43 +148,45 @@ def _order(item: tuple[str, list[str]]) -> int:
     return POOLS.index(item[0])
 
 
-def _room(config: ClusterConfig, host: str, pools: Sequence[str], counts: Mapping[str, int]) -> Room:
+def _group(config: ClusterConfig, host: str, pools: Sequence[str], counts: Mapping[str, int]) -> PlacementGroup:
     asked, size = pool_of(config, host), counts[host]
-    seats = {name: tuple(i % size for i in range(counts[name])) for name in pools}
+    slots = {name: tuple(i % size for i in range(counts[name])) for name in pools}
     bundles = [Demand()] * size
-    for name, taken in seats.items():
-        for seat in taken:
-            bundles[seat] += Demand.of(pool_of(config, name))
+    for name, taken in slots.items():
+        for slot in taken:
+            bundles[slot] += Demand.of(pool_of(config, name))
     labels = {key: value for name in pools for key, value in pool_of(config, name).labels.items()}
-    return Room(host, asked.place, tuple(b.bundle for b in bundles), labels, seats, here=bool(asked.beside))
+    return PlacementGroup(
+        host, asked.place, tuple(b.bundle for b in bundles), labels, slots, here=bool(asked.colocate_with)
+    )
 
 
-def hopeless(room: Room, machines: Iterable[Supplier]) -> str:
+def hopeless(group: PlacementGroup, machines: Iterable[Supplier]) -> str:
     """Why the machines could not give it even if all of them were idle; nothing: they could."""
     machines = list(machines)
-    right = [machine for machine in machines if machine.fits(room.labels)]
+    right = [machine for machine in machines if machine.fits(group.labels)]
     if not right:
-        missing = ", ".join(f"{key}={value}" for key, value in room.labels.items())
+        missing = ", ".join(f"{key}={value}" for key, value in group.labels.items())
         return f"no machine has the labels {missing}"
-    least = min(room.bundles, key=lambda bundle: (bundle.gpus, bundle.cpus, bundle.memory))
-    room_for = [least.times_in(machine.total) for machine in right]
-    with_labels = " with those labels" if room.labels else ""
-    if not any(room_for):
+    least = min(group.bundles, key=lambda bundle: (bundle.gpus, bundle.cpus, bundle.memory))
+    fits = [least.times_in(machine.total) for machine in right]
+    with_labels = " with those labels" if group.labels else ""
+    if not any(fits):
         return f"no machine{with_labels} has {least}"
-    number = len(room.bundles)
-    if room.place == "strict-pack" and max(room_for) < number:
+    number = len(group.bundles)
+    if group.place == "strict-pack" and max(fits) < number:
         return f"no one machine{with_labels} has {number} × ({least}), which place = 'strict-pack' asks for"
-    if room.place == "strict-spread" and sum(map(bool, room_for)) < number:
-        able = sum(map(bool, room_for))
+    if group.place == "strict-spread" and sum(map(bool, fits)) < number:
+        able = sum(map(bool, fits))
         return (
             f"place = 'strict-spread' asks for {number} machines{with_labels}, {able} of {len(machines)} have {least}"
         )
-    if sum(room_for) < number:
-        return f"all machines{with_labels} together have {sum(room_for)} × ({least}), needed are {number}"
+    if sum(fits) < number:
+        return f"all machines{with_labels} together have {sum(fits)} × ({least}), needed are {number}"
     return ""
 
 
-def refusal(room: Room, machines: Sequence[Supplier], why: str) -> str:
+def refusal(group: PlacementGroup, machines: Sequence[Supplier], why: str) -> str:
     """The demand, what is wrong with it, and the supply."""
     supply = "\n".join(f"  {machine}" for machine in machines) or "  no machine"
-    return f"the cluster cannot give what is asked for: {why}\ndemand\n  {room}\nsupply\n{supply}"
+    return f"the cluster cannot give what is asked for: {why}\ndemand\n  {group}\nsupply\n{supply}"

@@ -8,7 +8,7 @@ from typing import Any
 
 from kitae.workers.base import LaunchError, LaunchSpec
 from kitae.workers.config import ClusterConfig
-from kitae.workers.demand import Demand, Room, Supplier, hopeless, lone_room, pool_of, refusal
+from kitae.workers.demand import Demand, PlacementGroup, Supplier, hopeless, lone_group, pool_of, refusal
 
 _POLL = 0.2  # seconds between two looks at a place that is awaited
 
@@ -50,39 +50,39 @@ class RayPlaces:
             if node["Alive"]
         ]
 
-    async def find(self, rooms: Sequence[Room], deadline: float) -> None:
-        """Places for all rooms, or `LaunchError`: those that were found already stay until the cluster is closed."""
+    async def find(self, wanted: Sequence[PlacementGroup], deadline: float) -> None:
+        """Places for all of them, or `LaunchError`: those that were found already stay until the cluster is closed."""
         if self._fixed:
             machines = self.machines()
-            for room in rooms:
-                if why := hopeless(room, machines):
-                    raise LaunchError(refusal(room, machines, why))
-        groups = [self._reserve(room) for room in rooms]
-        for room, group in zip(rooms, groups, strict=True):
-            await self._settle(room, group, deadline)
-            for pool, bundles in room.seats.items():
+            for each in wanted:
+                if why := hopeless(each, machines):
+                    raise LaunchError(refusal(each, machines, why))
+        groups = [self._reserve(each) for each in wanted]
+        for each, group in zip(wanted, groups, strict=True):
+            await self._settle(each, group, deadline)
+            for pool, bundles in each.slots.items():
                 self._free.setdefault(pool, []).extend(RayPlace(pool, group, bundle) for bundle in bundles)
 
-    def _reserve(self, room: Room) -> Any:
-        labels = dict(room.labels)
-        if room.here:
+    def _reserve(self, wanted: PlacementGroup) -> Any:
+        labels = dict(wanted.labels)
+        if wanted.here:
             labels["ray.io/node-id"] = self._ray.get_runtime_context().get_node_id()
         group = self._ray.util.placement_group(
-            [_resources(bundle) for bundle in room.bundles],
-            strategy=room.place.replace("-", "_").upper(),
-            bundle_label_selector=[labels] * len(room.bundles) if labels else None,
+            [_resources(bundle) for bundle in wanted.bundles],
+            strategy=wanted.place.replace("-", "_").upper(),
+            bundle_label_selector=[labels] * len(wanted.bundles) if labels else None,
         )
         self._groups.add(group)
         return group
 
-    async def _settle(self, room: Room, group: Any, deadline: float) -> None:
+    async def _settle(self, wanted: PlacementGroup, group: Any, deadline: float) -> None:
         """`group.ready` would be simpler, but waits for a process of Ray's, too, which takes long on a busy machine."""
         while self._table(group)["state"] != "CREATED":
             if asyncio.get_running_loop().time() > deadline:
                 self._release(group)
                 machines = self.machines()
-                why = hopeless(room, machines) or f"too little of it is free, within {self.config.patience:g} s"
-                raise LaunchError(refusal(room, machines, why))
+                why = hopeless(wanted, machines) or f"too little of it is free, within {self.config.patience:g} s"
+                raise LaunchError(refusal(wanted, machines, why))
             await asyncio.sleep(_POLL)
 
     def _table(self, group: Any) -> Mapping[str, Any]:
@@ -96,8 +96,7 @@ class RayPlaces:
         deadline = asyncio.get_running_loop().time() + self.config.patience
         free = self._free.setdefault(spec.pool, [])
         if not free:
-            room = lone_room(self.config, spec.pool)
-            await self.find([room], deadline)
+            await self.find([lone_group(self.config, spec.pool)], deadline)
             return replace(self._free[spec.pool].pop(), lone=True)
         place = free.pop(next((i for i, place in enumerate(free) if self._stands(place)), 0))
         try:
@@ -111,7 +110,7 @@ class RayPlaces:
         """Ray finds another node for a bundle whose node is gone."""
         while not self._stands(place):
             if asyncio.get_running_loop().time() > deadline:
-                asked = replace(lone_room(self.config, place.pool), place=pool_of(self.config, place.pool).place)
+                asked = replace(lone_group(self.config, place.pool), place=pool_of(self.config, place.pool).place)
                 why = f"no place for {spec.name}, whose node is gone, within {self.config.patience:g} s"
                 raise LaunchError(refusal(asked, self.machines(), why))
             await asyncio.sleep(_POLL)

@@ -1,4 +1,4 @@
-"""Posts on the nodes of a Ray cluster. This folder alone imports ray, and only when a cluster is opened.
+"""Worker processes on the nodes of a Ray cluster. This folder alone imports ray, and only when a cluster is opened.
 
     RayCluster ── actor calls: start, news, kill ──► Keeper (an actor in a bundle of a placement group)
         ▲                                               │ starts, watches, dies with
@@ -16,7 +16,7 @@ from typing import Any
 from kitae.errors import ConfigError
 from kitae.workers.base import LaunchError, LaunchSpec, end_processes
 from kitae.workers.config import ClusterConfig
-from kitae.workers.demand import Demand, Supplier, pool_of, rooms_of, with_gpus
+from kitae.workers.demand import Demand, Supplier, groups_of, pool_of, with_gpus
 from kitae.workers.listener import Listener
 from kitae.workers.ray.actor import Keeper, home
 from kitae.workers.ray.local_nodes import OwnNodes
@@ -60,7 +60,7 @@ class RayCluster:
             await cluster.listener.open(ray.util.get_node_ip_address())
             settled = with_gpus(config, counts, device, cluster.machines(), fixed=own is not None)
             cluster._config = cluster._places.config = settled
-            await cluster._places.find(rooms_of(settled, counts), deadline)
+            await cluster._places.find(groups_of(settled, counts), deadline)
         except LaunchError as error:
             await cluster.close()
             raise ConfigError(str(error)) from None

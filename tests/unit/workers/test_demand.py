@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from kitae.workers.config import ClusterConfig
-from kitae.workers.demand import Demand, Supplier, counts_of, hopeless, refusal, rooms_of, with_gpus
+from kitae.workers.demand import Demand, Supplier, counts_of, groups_of, hopeless, refusal, with_gpus
 
 SMALL = Demand(2, 0, 8e9)
 THREE = [
@@ -21,14 +21,14 @@ def cluster(counts: tuple[int, int, int], **pools: dict[str, object]) -> Cluster
     return ClusterConfig.model_validate({"backend": "ray", **given, "pools": pools})
 
 
-def rooms(config: ClusterConfig) -> list[tuple[str, tuple[Demand, ...], dict[str, tuple[int, ...]]]]:
+def groups(config: ClusterConfig) -> list[tuple[str, tuple[Demand, ...], dict[str, tuple[int, ...]]]]:
     counts = {"trainer": config.ranks, "engines": config.engines, "verifiers": config.verifiers}
-    return [(r.name, r.bundles, dict(r.seats)) for r in rooms_of(config, counts)]
+    return [(r.name, r.bundles, dict(r.slots)) for r in groups_of(config, counts)]
 
 
-def test_split_pools_have_a_room_each() -> None:
+def test_split_pools_have_a_group_each() -> None:
     config = cluster((2, 1, 1), trainer={"gpus": 1}, verifiers={"cpus": 4, "memory_gb": 2})
-    assert rooms(config) == [
+    assert groups(config) == [
         ("trainer", (Demand(1, 1),) * 2, {"trainer": (0, 1)}),
         ("engines", (Demand(1),), {"engines": (0,)}),
         ("verifiers", (Demand(4, 0, 2e9),), {"verifiers": (0,)}),
@@ -36,19 +36,22 @@ def test_split_pools_have_a_room_each() -> None:
 
 
 def test_colocated_pools_share_bundles() -> None:
-    both = {"trainer": {"gpus": 0.5, "cpus": 2}, "engines": {"gpus": 0.5, "beside": "trainer", "labels": {"a": "b"}}}
-    assert rooms(cluster((2, 3, 0), **both)) == [
+    both = {
+        "trainer": {"gpus": 0.5, "cpus": 2},
+        "engines": {"gpus": 0.5, "colocate_with": "trainer", "labels": {"a": "b"}},
+    }
+    assert groups(cluster((2, 3, 0), **both)) == [
         ("trainer", (Demand(4, 1.5), Demand(3, 1)), {"trainer": (0, 1), "engines": (0, 1, 0)})
     ]
 
 
 def test_beside_what_is_in_the_controllers_process_is_on_its_machine() -> None:
-    (room,) = rooms_of(cluster((1, 2, 0), engines={"beside": "trainer"}), {"engines": 2})
-    assert room.here and room.name == "engines"
+    (group,) = groups_of(cluster((1, 2, 0), engines={"colocate_with": "trainer"}), {"engines": 2})
+    assert group.here and group.name == "engines"
 
 
 def test_a_bundle_asks_for_something() -> None:
-    assert rooms(cluster((2, 0, 0), trainer={"cpus": 0}))[0][1] == (Demand(0.001),) * 2
+    assert groups(cluster((2, 0, 0), trainer={"cpus": 0}))[0][1] == (Demand(0.001),) * 2
 
 
 @pytest.mark.parametrize(
@@ -67,8 +70,8 @@ def test_a_bundle_asks_for_something() -> None:
     ],
 )
 def test_hopeless(pool: dict[str, object], count: int, why: str) -> None:
-    (room,) = rooms_of(cluster((1, count, 0), engines=pool), {"engines": count})
-    assert why in hopeless(room, THREE)
+    (group,) = groups_of(cluster((1, count, 0), engines=pool), {"engines": count})
+    assert why in hopeless(group, THREE)
 
 
 @pytest.mark.parametrize(
@@ -83,13 +86,13 @@ def test_hopeless(pool: dict[str, object], count: int, why: str) -> None:
     ],
 )
 def test_not_hopeless(pool: dict[str, object], count: int) -> None:
-    (room,) = rooms_of(cluster((1, count, 0), engines=pool), {"engines": count})
-    assert hopeless(room, THREE) == ""
+    (group,) = groups_of(cluster((1, count, 0), engines=pool), {"engines": count})
+    assert hopeless(group, THREE) == ""
 
 
 def test_a_refusal_names_demand_and_supply() -> None:
-    (room,) = rooms_of(cluster((1, 2, 0), engines={"gpus": 1, "labels": {"zone": "9"}}), {"engines": 2})
-    assert refusal(room, THREE, hopeless(room, THREE)) == (
+    (group,) = groups_of(cluster((1, 2, 0), engines={"gpus": 1, "labels": {"zone": "9"}}), {"engines": 2})
+    assert refusal(group, THREE, hopeless(group, THREE)) == (
         "the cluster cannot give what is asked for: no machine has the labels zone=9\n"
         "demand\n"
         "  cluster.pools.engines (2 processes): 2 × (1 CPUs, 1 GPUs), place = 'pack', labels zone=9\n"
@@ -100,11 +103,11 @@ def test_a_refusal_names_demand_and_supply() -> None:
     )
 
 
-def test_pools_that_are_beside_each_other() -> None:
+def test_pools_that_are_colocated_with_each_other() -> None:
     with pytest.raises(
-        ValueError, match="must be a pool with places of its own, got 'engines', which is beside another"
+        ValueError, match="must be a pool with places of its own, got 'engines', which shares those of another"
     ):
-        cluster((2, 2, 2), engines={"beside": "trainer"}, verifiers={"beside": "engines"})
+        cluster((2, 2, 2), engines={"colocate_with": "trainer"}, verifiers={"colocate_with": "engines"})
 
 
 def test_on_other_machines_a_trainer_is_always_one_of_them() -> None:
@@ -129,8 +132,8 @@ def gpus(counts: tuple[int, int, int], there: int, device: str = "auto", *, fixe
         (gpus((2, 2, 1), 1), (0.25, 0.25, None)),
         (gpus((2, 2, 1), 3), (0.5, 0.5, None)),
         (gpus((2, 2, 1), 1, fixed=False), (1, 1, None)),  # more machines may come
-        (gpus((4, 4, 0), 4, engines={"beside": "trainer"}), (0.5, 0.5, None)),
-        (gpus((2, 4, 0), 2, engines={"beside": "trainer"}), (pytest.approx(1 / 3), pytest.approx(1 / 3), None)),
+        (gpus((4, 4, 0), 4, engines={"colocate_with": "trainer"}), (0.5, 0.5, None)),
+        (gpus((2, 4, 0), 2, engines={"colocate_with": "trainer"}), (pytest.approx(1 / 3), pytest.approx(1 / 3), None)),
         (gpus((2, 2, 1), 8, engines={"gpus": 2}, verifiers={"gpus": 1}), (1, 2, 1)),
     ],
 )
