@@ -67,7 +67,7 @@ class Names(TypedDict):
 
     `library`: name → path and used attributes, `{"isclose": ("math:isclose", [])}`; `aliases`: those of them that are
     packages. `names`: those of the candidate; `shadows`: those of them that hide a name of Python or of the library.
-    `imports`: what the tests import. `constants`: the texts in the tests, if they execute any text.
+    `imports`: what the tests import.
     """
 
     library: dict[str, tuple[str, list[str]]]
@@ -75,7 +75,6 @@ class Names(TypedDict):
     names: list[str]
     shadows: list[str]
     imports: list[str]
-    constants: list[str]
 
 
 class Job(Names):

@@ -146,8 +146,6 @@ class CandidatePort(Port):
                 return ["ok", [None], []]
             arguments, given = self.decode(refs, nodes)
             before = self.encode(given)[:2] if given and op in ("call", "method") else None
-            if op == "opaque":  # an operand is of the tests, so the result stays here
-                return ["ok", [[0]], [self.offer(self.do_operator(*arguments))]]
             result = getattr(self, f"do_{op}")(*arguments)
             if before is not None and self.encode(given)[:2] != before:
                 answer = self.encode([result, *given])

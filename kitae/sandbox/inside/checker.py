@@ -32,7 +32,7 @@ import builtins
 import sys
 
 from kitae.sandbox.inside.port import TESTS, CheckerPort, Gone, TimeUp, describe, is_own
-from kitae.sandbox.inside.precautions import attend
+from kitae.sandbox.inside.precautions import attend, review, whole
 from kitae.sandbox.inside.wire import NotData
 
 TYPE_CHECKING = False
@@ -62,7 +62,7 @@ def check(fd: int, usage: Usage, job: Job, report: Callable[[str, str], None]) -
         return
     port.common = set(rest)
     report("loaded", "")
-    texts = "\n".join([job["setup"], *job["tests"]])
+    texts = [job["prompt"], job["setup"], *job["tests"]]
     namespace: dict[str, Any] = {}
     for test in (None, *job["tests"]):
         port.restart_clock()
@@ -78,6 +78,7 @@ def check(fd: int, usage: Usage, job: Job, report: Callable[[str, str], None]) -
             status, detail = _judge(port, error, job["imports"])
             if test is None and status == "failed":
                 status, detail = "broken", f"the setup of the tests raised {detail}"
+        review(port)
         if port.lost:  # even if the candidate caught the exception
             status, detail, port.lost = "failed", port.lost, ""
         if port.end is not None:  # even if a test caught the exception
@@ -99,7 +100,7 @@ def _judge(port: CheckerPort, error: BaseException, imports: list[str]) -> tuple
     return "failed", detail
 
 
-def make_namespace(port: CheckerPort, job: Job, texts: str) -> dict[str, Any]:
+def make_namespace(port: CheckerPort, job: Job, texts: list[str]) -> dict[str, Any]:
     """The namespace of the tests: their own setup first, then built-ins and libraries, then what only the candidate can
     have.
 
@@ -114,7 +115,7 @@ def make_namespace(port: CheckerPort, job: Job, texts: str) -> dict[str, Any]:
         except Exception:  # a prompt may be text, or a function without a body
             namespace.clear()
             namespace.update(__name__=TESTS, __builtins__=builtins)
-    attend(port, texts, job["constants"])
+    guard = attend(port, texts)
     for name, (path, wanted) in job["library"].items():
         found = _import(path, wanted, name in job["aliases"])
         if found is not None:
@@ -126,7 +127,7 @@ def make_namespace(port: CheckerPort, job: Job, texts: str) -> dict[str, Any]:
             namespace[name] = port.lookup(name)
     if job["entry_point"]:
         namespace["__candidate__"] = port.lookup(job["entry_point"])
-    namespace["__settle__"] = port.settle
+    namespace.update(__settle__=port.settle, __whole__=whole, __filled__=guard.filled)
     exec(compile(job["setup"], "setup", "exec", dont_inherit=True), namespace)
     return namespace
 

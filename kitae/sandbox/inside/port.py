@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 _MAX_LOANS, _SMALL = 8, 1000  # containers of the candidate that are watched, and items of all in one answer
 TESTS = "tests"  # the module name of the tests
 OURS = __name__.rpartition(".")[0]
+_ASKING = (__name__, Remote.__module__)  # the modules by which tests reach the candidate
 _TICK = 0.05  # seconds between two checks of the candidate's use
 _EXCEPTIONS = {  # modules whose exceptions are looked up by name
     "_csv", "_queue", "asyncio.exceptions", "binascii", "builtins", "concurrent.futures._base", "configparser",
@@ -42,9 +43,9 @@ class Gone(BaseException):
 class CheckerPort(Port):
     """The checker's connection to the candidate.
 
-    `used`: whether the tests have reached the candidate. `told`: whether it has answered with text. `end`: why the
-    candidate is no longer available, even if a test has caught the exception. `lost`: an assertion of the tests that
-    failed in a function called by the candidate.
+    `used`: whether the tests have reached the candidate, so that what they compute may be its text. `end`: why the
+    candidate is no longer available, even if a test has caught the exception. `lost`: what failed where nothing passes
+    it on: in a function called by the candidate, or in a thread.
     """
 
     def __init__(self, fd: int, usage: Usage, time_limit: float) -> None:
@@ -63,13 +64,15 @@ class CheckerPort(Port):
         # Changes of arguments that the tests do not see yet.
         self._changes: list[tuple[list[Any], list[Node], dict[int, Any], list[Any]]] = []
         self._clock, self._looked = Clock(), 0.0
+        self._operable: bool | None = False  # whether objects in the answer that is decoded take operands of the tests
         self._turn = _thread.RLock()  # the tests may use threads
+        self._started_in = (os.getpid(), _thread.get_ident())
         self.namespace: dict[str, Any] = {}
-        self.constants: set[str] | None = None  # the texts in the tests, if they execute any text
         self.common: set[str] = set()  # names of classes that both ends have
         self.stdin, self.stdout = sys.stdin, sys.stdout
-        self.used = self.told = False
+        self.used = False
         self.lost = ""
+        self.kept: list[list[BaseException]] = []  # what futures of the tests keep, each until it is asked for
         self.end: TimeUp | Gone | None = None
 
     def restart_clock(self) -> None:
@@ -138,24 +141,23 @@ class CheckerPort(Port):
             self._return_loans()
             self.used = self.used or op not in ("has", "name", "seed")
             refs, nodes, given = self.encode(values)
-            return self.trust(self._accept, self._exchange([op, refs, nodes]), given)
+            answer = self._exchange([op, refs, nodes])
+            self._operable = _makes_operable(op, *values)
+            try:
+                return self.trust(self._accept, answer, given)
+            finally:
+                self._operable = False
 
     def _accept(self, message: Any, given: list[Any]) -> Any:
         """The result in an answer. Changes of the call's arguments are kept until the end of the statement."""
         answer, nodes, *handles = message
         (result, *_), mutable = self.decode(answer, nodes, lent=given)
-        self._note(answer, nodes)
         if len(answer) > 1:
             old = {ref[0]: value for ref, value in zip(answer[1:], given, strict=True)}
             self._changes.append((answer, nodes, old, given))
         if handles:
             self._borrow(mutable, handles[0])
         return result
-
-    def _note(self, refs: list[Any], nodes: list[Node]) -> None:
-        """Record whether the candidate has sent text, if the tests might execute it."""
-        if self.constants is not None:
-            self.told = self.told or _has_text(refs) or any(_has_text(node[1:]) for node in nodes)
 
     def settle(self) -> None:
         """Apply the changes that the calls of the last statement made to their arguments."""
@@ -172,7 +174,7 @@ class CheckerPort(Port):
             if kind == "ask":
                 self.trust(self.send, self._serve(*message))
             elif kind == "raised":
-                raise self._escaped(question[0], self.trust(self._exception, *message))
+                raise self._escaped(question, self.trust(self._exception, *message))
             else:
                 return message
 
@@ -182,9 +184,14 @@ class CheckerPort(Port):
             raise ValueError(f"an answer of kind {kind!r}")
         return kind, message
 
-    def _escaped(self, op: str, error: BaseException) -> BaseException:
-        """Replace a StopIteration that leaves a function, as generators do: it would end a loop of the tests."""
-        if isinstance(error, StopIteration | StopAsyncIteration) and op in ("call", "method"):
+    def _escaped(self, question: list[Any], error: BaseException) -> BaseException:
+        """Replace an exception that would end more than the request: a loop, a generator, a thread or a process of the
+        tests would take it for its own end, and pass. Only `next` and `send` may say that an iterator has ended."""
+        op, refs, _ = question
+        asked = op == "send" or (op == "builtin" and refs[0] == "next")
+        ends = isinstance(error, StopAsyncIteration | GeneratorExit) or (isinstance(error, StopIteration) and not asked)
+        aside = (os.getpid(), _thread.get_ident()) != self._started_in  # in a thread or a fork of the tests
+        if ends or (aside and isinstance(error, SystemExit)):
             return RuntimeError(f"the candidate raised {type(error).__name__}")
         return error
 
@@ -240,8 +247,11 @@ class CheckerPort(Port):
         if type(handle) is not int or kind not in KINDS:
             raise ValueError(f"a handle {handle!r} of kind {kind!r}")
         if handle not in self._adopted:  # one object there is one proxy here: `C.A is C.A`
-            self._adopted[handle] = self._stand_in(Remote(self, handle, kind, tainted=False))
-        return self._adopted[handle]
+            self._adopted[handle] = self._stand_in(Remote(self, handle, kind))
+        found = self._adopted[handle]
+        if type(found) is Remote and found._operable is not False and self._operable is not None:
+            object.__setattr__(found, "_operable", self._operable)
+        return found
 
     def _stand_in(self, remote: Remote) -> Any:
         if remote._kind not in ("generator", "coroutine"):
@@ -272,7 +282,6 @@ class CheckerPort(Port):
     def _serve(self, op: str, refs: Any, nodes: Any) -> Any:
         """Let the candidate use an object that it was given: call it, iterate it, read its public attributes."""
         (target, *rest), _ = self.trust(self.decode, refs, nodes)
-        self._note(refs, nodes)
         try:
             if id(target) not in self.exports:
                 raise TypeError("not an object of the tests")
@@ -302,7 +311,6 @@ class CheckerPort(Port):
     ) -> BaseException:
         kind = self._exception_class(kinds)
         values = self.decode(refs, nodes)[0]
-        self._note(refs, nodes)
         arguments, attributes = values[: len(values) - len(names)], values[len(values) - len(names) :]
         built_in: Any = next(base for base in kind.__mro__ if base.__module__ == "builtins")
         try:
@@ -349,9 +357,26 @@ def is_own(error: BaseException) -> bool:
     """Whether an exception was raised in the code of the tests, and not during a request to the candidate."""
     step, ours = error.__traceback__, []
     while step is not None:
-        ours.append(str(step.tb_frame.f_globals.get("__name__")).startswith(OURS))
+        ours.append(step.tb_frame.f_globals.get("__name__") in _ASKING)
         step = step.tb_next
     return True not in ours[ours.index(False) :] if False in ours else False
+
+
+def _makes_operable(op: str, *values: Any) -> bool | None:
+    """Whether the answer to a request takes operands of the tests: a class that the tests call by its name, an object
+    that they make of it, and what operators make of that. Once an object was the answer to anything else, it never
+    does, or a method could return its own object. None: the answer says nothing."""
+    match op, values:
+        case ("name", [str(name)]) | ("getattr", [_, str(name)]):
+            return name.lstrip("_")[:1].isupper()
+        case "call", [Remote(_kind="class", _operable=operable), *_]:
+            return bool(operable)
+        case ("operator", [_, *operands]) | ("builtin", ["abs" | "round", *operands]) | ("copy", operands):
+            return any(type(operand) is Remote and operand._operable for operand in operands)
+        case "builtin", ["iter", *_]:
+            return None
+        case _:
+            return False
 
 
 def _library_path(value: Any) -> tuple[str, str] | None:
@@ -369,10 +394,6 @@ def _library_path(value: Any) -> tuple[str, str] | None:
         found = getattr(found, name, None)
     same = found is value or (type(value) is type(len) and found == value)  # `dict.fromkeys` is a new object each time
     return (module, path) if found is not None and same else None
-
-
-def _has_text(parts: list[Any]) -> bool:
-    return any(type(part) is str or (type(part) is list and _has_text(part)) for part in parts)
 
 
 def describe(error: BaseException) -> str:

@@ -37,13 +37,13 @@ class Inert:
 
 
 class Remote:
-    # A proxy for an object of the candidate. `_tainted`: values of the tests are part of it. It has no docstring, which
-    # would be taken for the object's own.
+    # A proxy for an object of the candidate. It has no docstring, which would be taken for the object's own.
+    # `_operable`: whether it takes operands of the tests, see `_binary`; None if that is not known yet.
 
-    __slots__ = ("_handle", "_kind", "_port", "_tainted")
+    __slots__ = ("_handle", "_kind", "_operable", "_port")
 
-    def __init__(self, port: Line, handle: int, kind: str, tainted: bool) -> None:
-        for name, value in zip(Remote.__slots__, (handle, kind, port, tainted), strict=True):
+    def __init__(self, port: Line, handle: int, kind: str) -> None:
+        for name, value in zip(Remote.__slots__, (handle, kind, None, port), strict=True):
             object.__setattr__(self, name, value)
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
@@ -101,7 +101,6 @@ class Remote:
         self._port.ask("operator", "delitem", self, key)
 
     def __iter__(self) -> Iterator[Any]:
-        self._refuse_taint("iterate")
         iterator = self._port.ask("builtin", "iter", self)
         if type(iterator) is not Remote:
             yield from iterator
@@ -113,7 +112,6 @@ class Remote:
             count = min(2 * count, _BATCH)
 
     def __next__(self) -> Any:
-        self._refuse_taint("iterate")
         return self._port.ask("builtin", "next", self)
 
     def __contains__(self, item: Any) -> bool:
@@ -129,11 +127,14 @@ class Remote:
         return self._port.ask("getattr", self, "__enter__")()
 
     def __exit__(self, *details: object) -> None:
-        # The result is ignored, so it cannot suppress an exception of the tests.
-        self._port.ask("getattr", self, "__exit__")(None, None, None)
+        # Neither its result nor its own exception can take the place of an exception of the tests.
+        try:
+            self._port.ask("getattr", self, "__exit__")(None, None, None)
+        except Exception:
+            if details[0] is None:
+                raise
 
     def __hash__(self) -> int:
-        self._refuse_taint("hash")
         return int(self._port.ask("builtin", "hash", self))
 
     def __eq__(self, other: object) -> bool:
@@ -143,13 +144,9 @@ class Remote:
         return self._compare("ne", other, True)
 
     def _compare(self, name: str, other: object, otherwise: bool) -> bool:
-        if type(other) is not Remote or self._tainted or other._tainted:
+        if type(other) is not Remote:
             return otherwise
         return bool(self._port.ask("operator", name, self, other))
-
-    def _refuse_taint(self, what: str) -> None:
-        if self._tainted:
-            raise TypeError(f"cannot {what} an object of the candidate that was combined with a value of the tests")
 
 
 def generator(remote: Remote) -> Any:
@@ -192,7 +189,7 @@ async def result_of(coroutine: Remote) -> Any:
 
 def _order(name: str) -> Callable[..., bool]:
     def method(self: Remote, other: object) -> bool:
-        if type(other) is not Remote or self._tainted or other._tainted:
+        if type(other) is not Remote:
             raise TypeError("an object of the candidate has no order among the values of the tests")
         return bool(self._port.ask("operator", name, self, other))
 
@@ -200,20 +197,20 @@ def _order(name: str) -> Callable[..., bool]:
 
 
 def _binary(name: str, reflected: bool) -> Callable[..., Any]:
+    """An operator. A value of the tests is an operand only of an object that the tests have made of a class that they
+    name, `Vector(1, 2) * 3`. What a function has answered never gets one: `f(3) - 9417` would tell it what to be."""
+
     def method(self: Remote, other: object) -> Any:
         left, right = (other, self) if reflected else (self, other)
-        if type(other) is Remote and not (self._tainted or other._tainted):
-            return self._port.ask("operator", name, left, right)
-        result = self._port.ask("opaque", name, left, right)
-        assert type(result) is Remote
-        return Remote(self._port, result._handle, result._kind, tainted=True)
+        if type(other) is not Remote and not self._operable:
+            return NotImplemented
+        return self._port.ask("operator", name, left, right)
 
     return method
 
 
 def _unary(op: str, name: str) -> Callable[..., Any]:
     def method(self: Remote, *arguments: Any) -> Any:
-        self._refuse_taint(name)
         return self._port.ask(op, name, self, *arguments)
 
     return method

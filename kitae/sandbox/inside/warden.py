@@ -113,6 +113,8 @@ def _check(order: FullOrder) -> None:
     theirs.close()
     sys.stdin, sys.stdout = open(os.devnull), open(os.devnull, "w")  # noqa: SIM115 - for the tests: the real ones are pipes
     sys.stderr = sys.stdout
+    # Programs that the tests start import nothing from folders that the candidate can write to.
+    os.environ.update(PYTHONSAFEPATH="1", PYTHONNOUSERSITE="1")
     job = marshal.loads(read_frame(_orders))
     _exit_when_orders_end()
     _limit_memory(order["memory_mb"])

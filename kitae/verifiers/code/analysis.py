@@ -12,6 +12,8 @@ from collections.abc import Iterator, Sequence
 from kitae.sandbox.sandbox_jobs import Names
 
 SETTLE = "__settle__()"
+_ENDING = {"next", "__next__", "send", "throw"}  # what may raise StopIteration on purpose
+_CALLERS = {"map", "filter", "filterfalse", "starmap", "takewhile", "dropwhile", "accumulate", "partial"}
 _SCOPES = (ast.Module, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 _CALLING = (ast.Expr, ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Assert, ast.Delete, ast.For, ast.While, ast.With)
 _DEFINING = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Assign, ast.AnnAssign)
@@ -21,9 +23,12 @@ _TYPE_NODES = (ast.Name, ast.Attribute, ast.Subscript, ast.Tuple, ast.Load)
 
 @functools.lru_cache(maxsize=4096)
 def settled(text: str) -> str:
-    """Tests that call `__settle__()` between statements, from when on changes of a call's arguments are visible.
+    """Tests whose statements mean what they say, whatever the code under test does.
 
-    So `assert f(xs) == sorted(xs)` does not sort what f has made of xs.
+    `__settle__()` stands between statements: from there on changes of a call's arguments are visible, so that
+    `assert f(xs) == sorted(xs)` does not sort what f has made of xs. A StopIteration does not leave a function, a
+    lambda, or `next` as an argument of `map`, as it does not leave a generator: it would end the loop that calls them,
+    and `all(map(lambda x: next(it) == x, xs))` would pass. `__filled__` calls the `format` of a text.
     """
     try:
         return ast.unparse(_Settle().visit(ast.parse(text)))
@@ -32,6 +37,37 @@ def settled(text: str) -> str:
 
 
 class _Settle(ast.NodeTransformer):
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
+        ends = node.name != "__next__" and _ending(node) and not _raises_stop(node)
+        self.generic_visit(node)
+        if ends:
+            kept = node.body[: ast.get_docstring(node) is not None]
+            guard = ast.parse("try: pass\nexcept StopIteration: raise RuntimeError('StopIteration in a function')")
+            guarded = guard.body[0]
+            assert isinstance(guarded, ast.Try)
+            guarded.body = node.body[len(kept) :] or guarded.body
+            node.body = [*kept, guarded]
+        return node
+
+    def visit_Lambda(self, node: ast.Lambda) -> ast.AST:
+        ends = _ending(node)
+        self.generic_visit(node)
+        if ends:
+            node.body = _whole(node.body)
+        return node
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        self.generic_visit(node)
+        name = _called(node)
+        if name in _CALLERS:
+            node.args = [_whole_function(a) if _name_of(a) in _ENDING else a for a in node.args]
+        match node.func:
+            case ast.Attribute(ast.Constant() | ast.JoinedStr()):
+                pass
+            case ast.Attribute(attr="format" | "format_map" | "vformat"):
+                node.args, node.func = [node.func, *node.args], ast.Name("__filled__", ast.Load())
+        return node
+
     def generic_visit(self, node: ast.AST) -> ast.AST:
         super().generic_visit(node)
         for field in ("body", "orelse", "finalbody"):
@@ -51,6 +87,36 @@ class _Settle(ast.NodeTransformer):
 
 def _settle() -> ast.stmt:
     return ast.parse(SETTLE).body[0]
+
+
+def _name_of(node: ast.AST) -> str:
+    """`"map"` for the expressions `map` and `builtins.map`."""
+    return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
+
+
+def _called(node: ast.Call) -> str:
+    return _name_of(node.func)
+
+
+def _ending(node: ast.AST) -> bool:
+    return any(_name_of(part) in _ENDING for part in ast.walk(node))
+
+
+def _raises_stop(node: ast.AST) -> bool:
+    raised = [part.exc for part in ast.walk(node) if isinstance(part, ast.Raise) and part.exc is not None]
+    return any(_name_of(part) == "StopIteration" for found in raised for part in ast.walk(found))
+
+
+def _whole(body: ast.expr) -> ast.expr:
+    nothing = ast.arguments(posonlyargs=[], args=[], kwonlyargs=[], kw_defaults=[], defaults=[])
+    return ast.Call(ast.Name("__whole__", ast.Load()), [ast.Lambda(nothing, body)], [])
+
+
+def _whole_function(function: ast.expr) -> ast.expr:
+    made = ast.parse("lambda *a: __whole__(f, *a)", mode="eval").body
+    assert isinstance(made, ast.Lambda) and isinstance(made.body, ast.Call)
+    made.body.args[0] = function
+    return made
 
 
 @functools.lru_cache(maxsize=4096)
@@ -137,8 +203,7 @@ def names_of(setup: str, asserts: tuple[str, ...], entry_point: str = "") -> Nam
     (the checker verifies this); `aliases`: those of them that are packages. `names`: those of the candidate. `shadows`:
     those of them that hide a name of Python or of the library. Such a name is the candidate's only if the tests use
     nothing else that could be: in `assert sum(10, 15) == 6`, but not in `assert abs(f(2) - 4) < 1e-6`; of several, the
-    innermost call counts. `imports`: what the tests import. `constants`: the texts in the tests, if they execute any
-    text.
+    innermost call counts. `imports`: what the tests import.
     """
     nodes = [node for text in (setup, *asserts) for node in ast.walk(ast.parse(text))]
     calls = [node for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
@@ -158,14 +223,12 @@ def names_of(setup: str, asserts: tuple[str, ...], entry_point: str = "") -> Nam
         shadows = {node.func.id for node in inner if isinstance(node.func, ast.Name)} & known
     library = {name: (_ALIASES.get(name, name), sorted(set(read[name]))) for name in modules}
     library |= {name: (f"{_LIBRARY[name]}:{name}", []) for name in (known & set(_LIBRARY)) - shadows - modules}
-    texts = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
     return {
         "library": library,
         "aliases": sorted(modules & set(_ALIASES)),
         "names": sorted((free - set(library) - set(vars(builtins))) | shadows | (modules - set(_ALIASES))),
         "shadows": sorted(shadows),
         "imports": sorted(_imports(nodes)),
-        "constants": sorted(texts) if {"eval", "exec", "compile"} & set(loads) else [],
     }
 
 

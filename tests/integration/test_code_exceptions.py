@@ -1,0 +1,215 @@
+"""No exception of a program ends what its tests evaluate, by whatever door it comes in; nor does any text of it run
+where they are."""
+
+# ruff: noqa: E501 - programs of one line each
+import shutil
+from typing import Any
+
+import pytest
+
+from kitae.types import Score
+from kitae.verifiers.code.code_verifier import code
+
+pytestmark = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
+
+LIMITS: dict[str, Any] = {"time_limit": 2.0, "total_limit": 9.0, "memory_mb": 256}
+
+
+def judge(source: str, *asserts: str, setup: str = "", **options: Any) -> Score:
+    reference = {"kind": "asserts", "asserts": list(asserts), "setup": setup}
+    return code(f"```python\n{source}\n```", reference, {}, **(LIMITS | options))
+
+
+# Where an object of the program is asked: an expression of the tests on `m` and `i`, and the method that answers it.
+DOORS = {
+    "getitem": ("m[i] == i * i", "def __getitem__(self, k): return k * k"),
+    "getattr": ("getattr(m, f'a{i}') == i * i", "def __getattr__(self, name): return int(name[1:]) ** 2"),
+    "property": ("(m.v, i)[1] >= 0 and m.v == 9", "@property\n    def v(self): return 9"),
+    "method": ("m.sq(i) == i * i", "def sq(self, i): return i * i"),
+    "call": ("m(i) == i * i", "def __call__(self, i): return i * i"),
+    "len": ("len(m) == 9", "def __len__(self): return 9"),
+    "bool": ("bool(m) and m", "def __bool__(self): return True"),
+    "str": ("str(m) == '9'", "def __str__(self): return '9'"),
+    "repr": ("repr(m) == '9'", "def __repr__(self): return '9'"),
+    "format": ("f'{m:>3}' == '  9'", "def __format__(self, spec): return format('9', spec)"),
+    "int": ("int(m) == 9", "def __int__(self): return 9"),
+    "float": ("float(m) == 9.0", "def __float__(self): return 9.0"),
+    "index": ("[*range(20)][m] == 9", "def __index__(self): return 9"),
+    "hash": ("hash(m) == 9", "def __hash__(self): return 9"),
+    "eq": ("m == n", "def __eq__(self, o): return True\n    __hash__ = None"),
+    "lt": ("m < n", "def __lt__(self, o): return True"),
+    "add": ("(m + n) == 9", "def __add__(self, o): return 9"),
+    "neg": ("-m == 9", "def __neg__(self): return 9"),
+    "abs": ("abs(m) == 9", "def __abs__(self): return 9"),
+    "round": ("round(m) == 9", "def __round__(self, n=None): return 9"),
+    "iter": ("[*m] == [9]", "def __iter__(self): return iter([9])"),
+    "reversed": ("[*reversed(m)] == [9]", "def __reversed__(self): return iter([9])"),
+    "contains": ("9 in m", "def __iter__(self): return iter([9])"),
+    "setitem": ("m.__setitem__(i, 1) is None", "def __setitem__(self, k, v): pass"),
+    "setattr": ("setattr(m, 'q', i) is None", "def __setattr__(self, k, v): pass"),
+    "delattr": ("delattr(m, 'q') is None", "def __delattr__(self, k): pass"),
+    "copy": ("copy.copy(m) is not m", "def __copy__(self): return M()"),
+    "deepcopy": ("copy.deepcopy(m) is not m", "def __deepcopy__(self, memo): return M()"),
+    "enter": ("m.__enter__() == 9", "def __enter__(self): return 9\n    def __exit__(self, *a): pass"),
+    "doc": ("m.__doc__ == '9'", "@property\n    def __doc__(self): return '9'"),
+    "isinstance": ("isinstance(n, m)", "def __instancecheck__(self, o): return True"),
+    "given back": ("h(m) == 9", "__module__ = 'm'"),
+}  # fmt: skip
+# What a test makes of it. Each ends early, and passes, where the expression raises what Python takes for an end.
+LOOPS = [
+    "assert all(map(lambda i: {0}, range(5)))",
+    "assert not any(map(lambda i: not ({0}), range(5)))",
+    "def ok(i): return {0}\nassert False not in map(ok, range(5))",
+    "assert len(list(filter(lambda i: not ({0}), range(5)))) == 0",
+    "import itertools\nassert [*itertools.filterfalse(lambda i: {0}, range(5))] == []",
+    "class Walk:\n    i = 0\n    def __iter__(self): return self\n    def __next__(self):\n        i = self.i\n        if i == 5: raise StopIteration\n        self.i += 1\n        assert {0}\nfor _ in Walk(): pass",
+    "bad = 0\nfor b in map(lambda i: not ({0}), range(5)): bad += b\nassert not bad",
+]
+ENDS = ["StopIteration", "StopIteration(9)", "type('E', (StopIteration,), {})", "StopAsyncIteration", "GeneratorExit"]
+
+
+def _door(method: str, ends: str | None) -> str:
+    """A class with this method; or with one in which all that it returns is raised instead."""
+    if ends is not None:
+        head, _, rest = method.partition("): ")
+        last = rest.partition("\n")[2]
+        method = f"{head}): raise {ends}\n{last}" if rest else method
+    helper = f"def h(m): {'return 9' if ends is None else f'raise {ends}'}"
+    return f"class M:\n    {method}\n{helper}\ndef make(): return M()"
+
+
+@pytest.mark.sentinel(keep=8)
+@pytest.mark.parametrize("loop", range(len(LOOPS)))
+@pytest.mark.parametrize("door", DOORS)
+def test_no_exception_ends_a_loop_of_the_tests(door: str, loop: int) -> None:
+    expression, method = DOORS[door]
+    test = "m, n = make(), make()\n" + LOOPS[loop].format(expression)
+    ends = ENDS[(loop + len(door)) % len(ENDS)]
+    setup = "import copy"
+    assert judge(_door(method, ends), test, setup=setup).value == 0
+    assert judge(_door(method, None), test, setup=setup).value == 1
+
+
+ITERATORS = {
+    "iterator": "class It:\n    def __init__(self, xs): self.xs = iter(xs)\n    def __iter__(self): return self\n    def __next__(self): return next(self.xs)\ndef f(n): return It(%s)",
+    "generator": "def f(n): yield from %s",
+    "list": "def f(n): return list(%s)",
+}
+NEXTS = [
+    "it = iter(f(5))\nassert all(map(lambda i: next(it) == i * i, range(5)))",
+    "it = iter(f(5))\nassert all(map(lambda i: it.__next__() == i * i, range(5)))",
+    "it = iter(f(5))\ndef ok(i):\n    'doc'\n    return next(it) == i * i\nassert not any(not b for b in map(ok, range(5)))",
+    "its = [iter(f(5))] * 5\nassert all(v == i * i for i, v in enumerate(map(next, its)))",
+    "import builtins\nits = [iter(f(5))] * 5\nassert [i * i for i, v in enumerate(map(builtins.next, its)) if v != i * i] == []",
+]
+
+
+@pytest.mark.parametrize("kind", ITERATORS)
+@pytest.mark.parametrize("test", NEXTS)
+def test_an_iterator_that_ends_early_ends_no_loop(kind: str, test: str) -> None:
+    assert judge(ITERATORS[kind] % "()", test).value == 0
+    assert judge(ITERATORS[kind] % "(i * i for i in range(n))", test).value == 1
+
+
+def test_an_end_that_tests_ask_for_is_one() -> None:
+    source = "class It:\n    n = 0\n    def __iter__(self): return self\n    def __next__(self):\n        if self.n == 2: raise StopIteration\n        self.n += 1\n        return self.n\ndef g():\n    yield 1\n    return 5\ndef out(): raise SystemExit(3)"
+    tests = [
+        "it = It()\nassert [next(it), next(it), next(it, None)] == [1, 2, None]",
+        "import unittest\nclass T(unittest.TestCase):\n    def test(self):\n        it = It()\n        next(it), next(it)\n        self.assertRaises(StopIteration, next, it)\n        with self.assertRaises(StopIteration): next(it)\nunittest.main()",
+        "def drain(it):\n    got = []\n    while True:\n        try: got.append(next(it))\n        except StopIteration as end: return got, end.value\nassert drain(g()) == ([1], 5)",
+        "def mine(it):\n    for x in it: return x\n    raise StopIteration\ntry: mine([])\nexcept StopIteration: pass\nelse: assert False\nassert mine(It()) == 1",
+        "try: out()\nexcept SystemExit as end: assert end.code == 3\nelse: assert False",
+        "assert (lambda it: next(it) + next(it))(It()) == 3 and list(zip(It(), 'ab')) == [(1, 'a'), (2, 'b')]",
+    ]
+    score = judge(source, *tests)
+    assert score.value == 1, score.detail
+
+
+KEPT = {  # what keeps a failure to itself
+    "thread": "import threading\nt = threading.Thread(target=check, args=(3,))\nt.start(); t.join()",
+    "pool of threads": "from concurrent.futures import ThreadPoolExecutor\nwith ThreadPoolExecutor(2) as pool: pool.map(check, range(3))",
+    "future": "from concurrent.futures import ThreadPoolExecutor\npool = ThreadPoolExecutor(1)\nfuture = pool.submit(check, 3)\npool.shutdown()\nassert future.done()",
+    "call of a loop": "import asyncio\nasync def main():\n    asyncio.get_running_loop().call_soon(check, 3)\n    await asyncio.sleep(0.01)\nasyncio.run(main())",
+    "task that nobody awaits": "import asyncio\nasync def one(): check(3)\nasync def main():\n    task = asyncio.create_task(one())\n    await asyncio.sleep(0.01)\nasyncio.run(main())",
+    "end of an object": "class D:\n    def __del__(self): check(3)\nD()",
+    "end of a process": "import multiprocessing as mp\np = mp.get_context('fork').Process(target=check, args=(3,))\np.start(); p.join()\nassert p.exitcode == 0",
+    "context of the program": "try:\n    with context(): check(3)\nexcept ValueError: pass",
+}
+
+
+@pytest.mark.parametrize("kept", KEPT)
+@pytest.mark.parametrize("wrong", ["return 0", "raise SystemExit(0)", "raise StopIteration"])
+def test_no_failure_is_kept(kept: str, wrong: str) -> None:
+    setup = "def check(x): assert f(x) == x * 7"
+    context = "class context:\n    def __enter__(self): pass\n    def __exit__(self, kind, *a):\n        if kind is None: return\n        raise ValueError"
+    lies = context.replace("        if kind is None: return\n", "")
+    if kept != "end of an object" or wrong == "return 0":
+        assert judge(f"def f(x): {wrong}\n{lies}", KEPT[kept], setup=setup).value == 0
+    assert judge(f"def f(x): return x * 7\n{context}", KEPT[kept], setup=setup).value == 1
+
+
+def test_a_failure_that_was_asked_for_is_none() -> None:
+    source = "def f(x):\n    if x < 0: raise ValueError(x)\n    return x"
+    test = "from concurrent.futures import ThreadPoolExecutor\nimport unittest\nclass T(unittest.TestCase):\n    def test(self):\n        with ThreadPoolExecutor(2) as pool:\n            with self.assertRaises(ValueError): list(pool.map(f, [-1, -2, 3]))\n            assert isinstance(pool.submit(f, -1).exception(), ValueError)\nunittest.main()"
+    assert judge(source, test).value == 1
+
+
+TEXTS: dict[str, tuple[str, str, str]] = {  # name: (program, test, honest program)
+    "eval": ("def f(x): return 'want'", "assert eval(f(3)) == want", "def f(x): return '9417'"),
+    "builtins.eval": ("def f(x): return 'want'", "import builtins\nassert builtins.eval(f(3)) == want", "def f(x): return '9400 + 17'"),
+    "eval that maps": ("def f(x): return ['want']", "assert list(map(eval, f(3))) == [want]", "def f(x): return ['9417']"),
+    "eval of bytes": ("def f(x): return b'want'", "assert eval(f(3)) == want", "def f(x): return b'9417'"),
+    "eval of numbers": ("def f(x): return [*b'want']", "assert eval(bytes(f(3))) == want", "def f(x): return [*b'9417']"),
+    "eval with names": ("def f(x): return '(lambda: want)()'", "assert eval(f(3), {'want': want}) == want", "def f(x): return '9417'"),
+    "literal": ("def f(x): return 'want'", "import ast\nassert ast.literal_eval(f(3)) == want", "def f(x): return '9417'"),
+    "pickle of a name": ("def f(x): return b'ctests\\nwant\\n.'", "import pickle\nassert pickle.loads(f(3)) == want", "import pickle\ndef f(x): return pickle.dumps(9417)"),
+    "pickle of a function": ("def f(x): return b'ctests\\nreal\\n(I3\\ntR.'", "import pickle\nassert pickle.loads(f(3)) == want", "import pickle\ndef f(x): return pickle.dumps(9417)"),
+    "pickle by the C module": ("def f(x): return b'cbuiltins\\neval\\n(S\"want\"\\ntR.'", "import _pickle\nassert _pickle.loads(f(3)) == want", "import pickle\ndef f(x): return pickle.dumps(9417)"),
+    "pickle in Python": ("def f(x): return b'ctests\\nwant\\n.'", "import pickle\nassert pickle._loads(f(3)) == want", "import pickle\ndef f(x): return pickle.dumps(9417)"),
+    "pickle in a file": ("def f(path): open(path, 'wb').write(b'ctests\\nwant\\n.')", "import pickle\nf('/tmp/p')\nassert pickle.load(open('/tmp/p', 'rb')) == want", "import pickle\ndef f(path): pickle.dump(9417, open(path, 'wb'))"),
+    "shelf": ("import shelve, dbm.dumb\ndef f(path):\n    with dbm.dumb.open(path) as d: d['a'] = b'ctests\\nwant\\n.'", "import shelve, dbm.dumb\nf('/tmp/s')\nassert shelve.Shelf(dbm.dumb.open('/tmp/s'))['a'] == want", "import shelve, dbm.dumb\ndef f(path):\n    with shelve.Shelf(dbm.dumb.open(path)) as s: s['a'] = 9417"),
+    "timeit": ("def f(x): return 'global want; want = 1'", "import timeit\nt = timeit.timeit(f(3), number=1, globals=globals())\nassert want == 9417 and t >= 0", "def f(x): return '1 + 1'"),
+    "module in the work folder": ("open('/tmp/helpmod.py', 'w').write('x = 9417')\ndef f(x): return 0", "import sys\nsys.path.append('/tmp')\nf(3)\nimport helpmod\nassert helpmod.x == want", ""),
+    "module compiled in advance": ("import py_compile, os\nopen('/tmp/a.py', 'w').write('x = 9417')\npy_compile.compile('/tmp/a.py', '/tmp/helpmod.pyc')\ndef f(x): return 0", "import sys\nsys.path.append('/tmp')\nf(3)\nimport helpmod\nassert helpmod.x == want", ""),
+    "module in an archive": ("import zipfile\nwith zipfile.ZipFile('/tmp/a.zip', 'w') as z: z.writestr('helpmod.py', 'x = 9417')\ndef f(x): return 0", "import sys\nsys.path.append('/tmp/a.zip')\nf(3)\nimport helpmod\nassert helpmod.x == want", ""),
+    "fields of a text": ("def f(x): return '{0.__init__.__globals__[want]}'", "assert f(3).format(Node()) == str(want)", "def f(x): return '9417'"),
+    "fields of a text, inside": ("def f(x): return '{1:{0.__init__.__globals__[want]}}'", "assert f(3).format(Node(), '').strip() == str(want) or len(f(3).format(Node(), '')) == want", "def f(x): return '9417'"),
+    "fields of a text, unbound": ("def f(x): return '{0.__init__.__globals__[want]}'", "assert str.format(f(3), Node()) == str(want)", "def f(x): return '9417'"),
+    "fields of a text, by a mapping": ("def f(x): return '{a.__init__.__globals__[want]}'", "assert f(3).format_map({'a': Node()}) == str(want)", "def f(x): return '9417'"),
+    "fields for a Formatter": ("def f(x): return '{0.__init__.__globals__[want]}'", "import string\nassert string.Formatter().format(f(3), Node()) == str(want)", "def f(x): return '9417'"),
+    "plural forms": ("def f(x): return 'want'", "import gettext\nassert gettext.c2py(f(3))(1) == want", "def f(x): return '9417'"),
+    "a name for a type": ("def f(x): return {'x': 'want'}", "import typing\nassert eval(typing.ForwardRef(f(3)['x']).__forward_code__) == want", ""),
+    "profile": ("def f(x): return 'globals().update(want=0)'", "import cProfile, io, contextlib\nwith contextlib.redirect_stdout(io.StringIO()): cProfile.runctx(f(3), globals(), {})\nassert want == 0", ""),
+    "marshal": ("import marshal\ndef f(x): return marshal.dumps(compile('got = want', '', 'exec'))", "import marshal, types\ng = types.FunctionType(marshal.loads(f(3)), globals())\ng()\nassert got == want", ""),
+    "tree": ("def f(x): return 'want'", "import ast\nassert eval(compile(ast.Expression(ast.fix_missing_locations(ast.parse(f(3), mode='eval').body)), '', 'eval')) == want", ""),
+    "debugger": ("open('.pdbrc', 'w').write('import sys; sys.modules[\"tests\"].want = 0\\nc\\n')\ndef f(x): return 0", "f(3)\nimport pdb\npdb.Pdb(readrc=True).runcall(lambda: 1)\nassert want == 0", ""),
+}  # fmt: skip
+WANT = "want = 9417\ndef real(x): return want\nclass Node:\n    def __init__(self): pass"
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_no_text_of_the_program_runs_beside_the_tests(name: str) -> None:
+    source, test, honest = TEXTS[name]
+    score = judge(source, test, setup=WANT)
+    assert score.value != 1, score
+    assert honest or score.outcome in ("error", "scored")
+    if honest:
+        assert score.outcome == "scored", score.detail
+        score = judge(honest, test, setup=WANT)
+        assert score.value == 1, score.detail
+
+
+def test_texts_of_the_tests_run() -> None:
+    source = "def f(x): return str(x + 1)"
+    tests = [
+        "f(1)\nexec('y = f(2)')\nassert y == '3' and eval('f(3)') == '4'",
+        "for i in range(3):\n    exec(f'r = f({i})')\n    assert r == str(i + 1)",
+        "import timeit\nassert timeit.timeit(lambda: f(1), number=3) > 0 and timeit.timeit('f(1)', globals=globals(), number=3) > 0",
+        "from collections import namedtuple\nfrom dataclasses import dataclass\nP = namedtuple('P', f('x')[:0] + 'a b')\n@dataclass\nclass D:\n    a: int\nassert P(1, 2).b == 2 and D(1) == D(1)",
+        "import json, decimal, statistics, xml.etree.ElementTree, http.client, sqlite3, typing\nassert f(1) == '2'",
+        "T = '{0.__class__.__name__}'\nassert T.format(f(1)) == 'str' and '{}-{}'.format(f(1), 2) == '2-2' and f(1).format(3) == '2'",
+        "import pickle, datetime\nclass A:\n    v = 1\na = pickle.loads(pickle.dumps([A(), datetime.date(2020, 1, 1), {1, 2}, range(3)]))\nassert a[0].v == 1 and a[1].year == 2020",
+        "from unittest import mock\nm = mock.create_autospec(lambda a, b: 1)\nm(1, 2)\nm.assert_called_once_with(1, 2)\nassert f(1) == '2'",
+    ]
+    score = judge(source, *tests)
+    assert score.value == 1, score.detail
