@@ -83,13 +83,13 @@ class Session:
         for fd in (self._orders, self._reports):
             os.set_blocking(fd, False)
 
-    def send(self, frame: bytes) -> None:
-        """Send a frame to the warden. Raises `EOFError` if the sandbox has ended."""
+    def send(self, frame: bytes, timeout: float = _START_LIMIT) -> None:
+        """Send a frame to the warden. Raises `EOFError` if the sandbox has ended, or takes nothing for that long."""
         data = memoryview(len(frame).to_bytes(8, "little") + frame)
         poll = select.poll()
         poll.register(self._orders, select.POLLOUT)
         while data:
-            if not poll.poll(_START_LIMIT * 1000):
+            if not poll.poll(timeout * 1000):
                 raise EOFError
             try:
                 data = data[os.write(self._orders, data) :]

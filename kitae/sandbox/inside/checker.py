@@ -44,11 +44,16 @@ if TYPE_CHECKING:
     from kitae.sandbox.sandbox_jobs import Job
 
 
+UNUSED = "unused"
+
+
 def check(fd: int, usage: Usage, job: Job, report: Callable[[str, str], None]) -> None:
     """Wait for the candidate to load, then run `job["tests"]` one by one and report on each as it ends.
 
     Reports: "loaded" or "unloadable" once; then "passed" or "failed" for each test. "timeout" and "gone" end it all:
     the test that was running has failed, and those after it have not been run. "error": the tests are at fault.
+    "unsure": they failed before they reached the candidate; so they are at fault, or it has done something to the files
+    and limits that both have. The detail `UNUSED`: a test has passed, and none has reached the candidate yet.
     """
     port = CheckerPort(fd, usage, job["time_limit"])
     try:
@@ -72,6 +77,7 @@ def check(fd: int, usage: Usage, job: Job, report: Callable[[str, str], None]) -
                 namespace = make_namespace(port, job, texts)
                 continue
             exec(compile(test, "tests", "exec", dont_inherit=True), namespace)
+            detail = "" if port.used else UNUSED
         except NotData as problem:
             status, detail = "error", str(problem)
         except BaseException as error:
@@ -93,11 +99,22 @@ def _judge(port: CheckerPort, error: BaseException, imports: list[str]) -> tuple
     detail = describe(error)
     if not is_own(error) or isinstance(error, SystemExit):
         return "failed", detail
-    if isinstance(error, ImportError) and (not port.used or str(error.name).partition(".")[0] in imports):
-        return "error", f"the tests must be able to import what they need (see the option packages), got {detail}"
+    if isinstance(error, ImportError):
+        wanted = str(error.name).partition(".")[0]
+        if not port.used or (wanted in imports and _is_missing(wanted)):
+            status = "error" if _is_missing(wanted) else "unsure"
+            return status, f"the tests must be able to import what they need (see the option packages), got {detail}"
     if not port.used and not isinstance(error, AssertionError | NameError):
-        return "error", f"the tests must reach the response, but raised {detail}"
+        return "unsure", f"the tests must reach the response, but raised {detail}"
     return "failed", detail
+
+
+def _is_missing(module: str) -> bool:
+    try:
+        __import__(module)
+    except ImportError:
+        return True
+    return False
 
 
 def make_namespace(port: CheckerPort, job: Job, texts: list[str]) -> dict[str, Any]:

@@ -126,7 +126,8 @@ def _check(order: FullOrder) -> None:
 def _run(order: FullOrder) -> None:
     """Write the files, compile them, then run the program once for each further frame, which is its stdin.
 
-    Each run has a new folder with the compiled program, and finds nothing that another run has written.
+    Each run has a new folder with the compiled program, and finds nothing that another run has written. The folder's
+    name does not tell which run it is.
     """
     _note_initial_files()
     folder = _enter("build")
@@ -142,14 +143,12 @@ def _run(order: FullOrder) -> None:
     program = _read_files()
     _leave(folder)
     _report("loaded", "")
-    number = 0
     while True:
         try:
             stdin = read_frame(_orders)
         except EOFError:
             return
-        number += 1
-        folder = _enter(f"case{number}")
+        folder = _enter("run")
         _write_files(program)
         if order["command"]:
             result = _watch(_command(order["command"]), stdin, order)

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from hashlib import sha256
 from typing import Any, Literal
 
 from kitae.errors import SandboxError, VerifierError
@@ -12,9 +13,18 @@ from kitae.sandbox.session import Report, SandboxChoice, Session, open_session
 from kitae.types import Score
 from kitae.verifiers.code.extraction import Source
 from kitae.verifiers.code.languages import LANGUAGES
-from kitae.verifiers.code.plans import COMPILE_LIMIT, plan, prepare, program
+from kitae.verifiers.code.plans import COMPILE_LIMIT, plan, prepare, program, without_code
 from kitae.verifiers.code.references import Asserts, CheckFunction, Stdio
-from kitae.verifiers.code.verdicts import Verdict, all_failed, complaint, judge_case, take_verdicts, total_score
+from kitae.verifiers.code.verdicts import (
+    Verdict,
+    all_failed,
+    complaint,
+    is_doubted,
+    judge_case,
+    take_verdicts,
+    total_score,
+    used,
+)
 
 _SLACK = 5.0  # seconds that the sandbox may need beyond the candidate's limit
 _NATIVE_STACK = 256  # MiB
@@ -54,7 +64,7 @@ def code(
     run = _Run(limits, sandbox, packages, total_limit, Clock())
     try:
         if isinstance(tests, Stdio):
-            verdicts = list(_run_cases(run, language, source, tests))
+            verdicts = _run_cases(run, language, source, tests)
         else:
             verdicts = _run_tests(run, source, tests)
     except (VerifierError, SandboxError) as error:
@@ -104,33 +114,49 @@ class _Run:
 
 
 def _run_tests(run: _Run, source: Source, tests: Asserts | CheckFunction) -> list[Verdict]:
-    """One verdict per test. A test that hangs or kills the candidate costs a sandbox; the next test gets a new one."""
+    """One verdict per test. A test that hangs or kills the candidate costs a sandbox; the next test gets a new one.
+
+    A test that fails before it reaches the candidate is an error only if it fails without the candidate too, which may
+    have filled the disk or taken the test's folders.
+    """
     order, job = plan(source, tests, run.limits.time_limit)
-    verdicts: list[Verdict] = []
-    waiting = job["tests"]
-    while waiting and run.left > 0:
+
+    def judge(order: Order, waiting: list[str], alone: bool = False) -> tuple[list[Verdict], list[str]]:
         with run.open(order) as session:
             with suppress(EOFError):  # the first report says so too
                 session.send(packed({**job, "tests": waiting}))
-            found, waiting = take_verdicts(run.reports(session), waiting)
-            verdicts += found
-    return verdicts + all_failed(waiting, "no time left for the check")
+            return take_verdicts(run.reports(session), waiting, alone)
+
+    verdicts: list[Verdict] = []
+    waiting = job["tests"]
+    while waiting and run.left > 0:
+        found, rest = judge(order, waiting)
+        if is_doubted(found):
+            judge(without_code(order), waiting[: len(found)], alone=True)
+        verdicts, waiting = verdicts + found, rest
+    return used(verdicts + all_failed(waiting, "no time left for the check"))
 
 
-def _run_cases(run: _Run, language: str, source: Source, tests: Stdio) -> Iterator[Verdict]:
+def _run_cases(run: _Run, language: str, source: Source, tests: Stdio) -> list[Verdict]:
+    """One verdict per case. The cases run in an order that only who knows their output can tell, so that the number of
+    a run, which time and process ids give away, does not say which case it is."""
     total = len(tests.cases)
+    verdicts = dict(enumerate(all_failed(tests.cases, "no time left for the check")))
+    secret = sha256(repr(tests.cases).encode(errors="backslashreplace")).digest()
+    order = sorted(range(total), key=lambda i: sha256(secret + i.to_bytes(8, "little")).digest())
     with run.open(program(language, source, run.limits)) as session:
         loaded = run.receive(session, COMPILE_LIMIT)
         if loaded.status != "loaded":
-            yield from all_failed(tests.cases, f"does not compile: {complaint(loaded)}")
-            return
-        for number, (stdin, stdout) in enumerate(tests.cases, 1):
+            return all_failed(tests.cases, f"does not compile: {complaint(loaded)}")
+        for place, number in enumerate(order):
+            stdin, stdout = tests.cases[number]
             try:
-                session.send(stdin.encode(errors="surrogatepass"))
+                session.send(stdin.encode(errors="surrogatepass"), max(0.0, run.left))
                 report = run.receive(session)
             except EOFError:
                 report = Report("gone", "the sandbox ended", b"")
-            yield judge_case(report, stdout, f"case {number} of {total}")
+            verdicts[number] = judge_case(report, stdout, f"case {number + 1} of {total}")
             if report.status == "gone" or run.left <= 0:
-                yield from all_failed(tests.cases[number:], complaint(report))
-                return
+                verdicts |= dict.fromkeys(order[place + 1 :], Verdict(False, complaint(report)))
+                break
+    return [verdicts[number] for number in range(total)]

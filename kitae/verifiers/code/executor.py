@@ -25,13 +25,13 @@ from kitae.clients.http_client import ask
 from kitae.clients.service import Service
 from kitae.errors import RemoteError, VerifierError
 from kitae.sandbox.boot import PACKAGES, inside_sources
-from kitae.sandbox.sandbox_jobs import Limits, complete_order, packed
+from kitae.sandbox.sandbox_jobs import Limits, Order, complete_order, packed
 from kitae.sandbox.session import Report
 from kitae.types import Score
 from kitae.verifiers.code.extraction import Source, variants
-from kitae.verifiers.code.plans import COMPILE_LIMIT, plan, prepare
+from kitae.verifiers.code.plans import COMPILE_LIMIT, plan, prepare, without_code
 from kitae.verifiers.code.references import Asserts, CheckFunction, Stdio
-from kitae.verifiers.code.verdicts import Verdict, judge_case, take_verdicts, total_score
+from kitae.verifiers.code.verdicts import Verdict, is_doubted, judge_case, take_verdicts, total_score, used
 from kitae.verifiers.options import service_options
 
 _NAMES = {"javascript": "nodejs"}  # languages that have other names in the API
@@ -119,9 +119,8 @@ async def _run_tests(
     """Run tests as locally: those after a test that hangs or kills the candidate run in a new program."""
     order, job = plan(source, tests, limits.time_limit)
     program = f"PACKAGES = {PACKAGES}\nSOURCES = {inside_sources()!r}\nMARK = {_MARK!r}\n{_PROGRAM}"
-    verdicts: list[Verdict] = []
-    waiting = job["tests"]
-    while waiting:
+
+    async def judge(order: Order, waiting: list[str], alone: bool = False) -> tuple[list[Verdict], list[str]]:
         parts = (packed(complete_order(order, limits), _MARSHAL), packed({**job, "tests": waiting}, _MARSHAL))
         frames = b"".join(map(_frame, parts))
         stdin = base64.b64encode(frames).decode()
@@ -130,9 +129,16 @@ async def _run_tests(
         if not reports or reports[0].status != "ready":
             raise VerifierError(f"the checker must start on the server, got {report.status}: {report.detail[-300:]!r}")
         ending = Report("timeout" if report.status == "timeout" else "gone", report.detail or "the program ended", b"")
-        found, waiting = take_verdicts(itertools.chain(reports[1:], itertools.repeat(ending)), waiting)
-        verdicts += found
-    return verdicts
+        return take_verdicts(itertools.chain(reports[1:], itertools.repeat(ending)), waiting, alone)
+
+    verdicts: list[Verdict] = []
+    waiting = job["tests"]
+    while waiting:
+        found, rest = await judge(order, waiting)
+        if is_doubted(found):
+            await judge(without_code(order), waiting[: len(found)], alone=True)
+        verdicts, waiting = verdicts + found, rest
+    return used(verdicts)
 
 
 def read_reports(stdout: str) -> list[Report]:

@@ -77,6 +77,11 @@ def plan(source: Source, tests: Asserts | CheckFunction, time_limit: float) -> t
     )
 
 
+def without_code(order: Order) -> Order:
+    """An order for tests without the code under test, which shows what fails for everybody."""
+    return {**order, "variants": [""]}
+
+
 def program(language: str, source: Source, limits: Limits) -> Order:
     """The order that runs a program. Raises `VerifierError` with the name of a program that is not installed."""
     if language == "python":

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kitae.errors import VerifierError
+from kitae.sandbox.inside.checker import UNUSED
 from kitae.sandbox.session import Report
 from kitae.types import Score
 from kitae.verifiers.code.analysis import SETTLE
@@ -19,29 +20,49 @@ def same_output(got: str, want: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The verdict on one test: `Verdict(False, "assert f(1) == 2: AssertionError")`."""
+    """The verdict on one test: `Verdict(False, "assert f(1) == 2: AssertionError")`.
+
+    unused: whether the test ended before the tests had reached the candidate.
+    """
 
     passed: bool
     detail: str = ""
+    unused: bool = False
 
 
-def take_verdicts(reports: Iterator[Report], tests: list[str]) -> tuple[list[Verdict], list[str]]:
-    """The verdicts in a checker's reports, and the tests that it did not reach."""
+def take_verdicts(
+    reports: Iterator[Report], tests: list[str], alone: bool = False
+) -> tuple[list[Verdict], list[str]]:
+    """The verdicts in a checker's reports, and the tests that it did not reach. alone: no candidate was there, so that
+    tests which fail before they reach it are at fault."""
     loaded = next(reports)
     if loaded.status != "loaded":
         return all_failed(tests, complaint(loaded)), []
     verdicts: list[Verdict] = []
     for number, test in enumerate(tests):
         report = next(reports)
-        if report.status == "error":
+        if report.status == "error" or (report.status == "unsure" and alone):
             raise VerifierError(report.detail)
         if report.status == "broken":
             return verdicts + all_failed(tests[number:], report.detail), []
         told = brief(test.replace(SETTLE, ""))
-        verdicts.append(Verdict(report.status == "passed", f"{told}: {complaint(report)}"))
+        unused = report.status == "unsure" or (report.status == "passed" and report.detail == UNUSED)
+        verdicts.append(Verdict(report.status == "passed", f"{told}: {complaint(report)}", unused))
         if report.status not in ("passed", "failed"):
             return verdicts, tests[number + 1 :]
     return verdicts, []
+
+
+def is_doubted(verdicts: Sequence[Verdict]) -> bool:
+    """Whether tests failed before they reached the candidate."""
+    return bool(verdicts) and verdicts[-1].unused and not verdicts[-1].passed
+
+
+def used(verdicts: list[Verdict]) -> list[Verdict]:
+    """The verdicts of tests that have reached the candidate; functions of tests that nobody calls never do."""
+    if all(verdict.passed and verdict.unused for verdict in verdicts):
+        raise VerifierError("the tests must reach the response, but pass without it")
+    return verdicts
 
 
 def judge_case(report: Report, stdout: str, name: str) -> Verdict:
