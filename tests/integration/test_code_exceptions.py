@@ -205,7 +205,7 @@ def test_texts_of_the_tests_run() -> None:
         "f(1)\nexec('y = f(2)')\nassert y == '3' and eval('f(3)') == '4'",
         "for i in range(3):\n    exec(f'r = f({i})')\n    assert r == str(i + 1)",
         "import timeit\nassert timeit.timeit(lambda: f(1), number=3) > 0 and timeit.timeit('f(1)', globals=globals(), number=3) > 0",
-        "from collections import namedtuple\nfrom dataclasses import dataclass\nP = namedtuple('P', f('x')[:0] + 'a b')\n@dataclass\nclass D:\n    a: int\nassert P(1, 2).b == 2 and D(1) == D(1)",
+        "from collections import namedtuple\nfrom dataclasses import dataclass\nP = namedtuple('P', f(1)[:0] + 'a b')\n@dataclass\nclass D:\n    a: int\nassert P(1, 2).b == 2 and D(1) == D(1)",
         "import json, decimal, statistics, xml.etree.ElementTree, http.client, sqlite3, typing\nassert f(1) == '2'",
         "T = '{0.__class__.__name__}'\nassert T.format(f(1)) == 'str' and '{}-{}'.format(f(1), 2) == '2-2' and f(1).format(3) == '2'",
         "import pickle, datetime\nclass A:\n    v = 1\na = pickle.loads(pickle.dumps([A(), datetime.date(2020, 1, 1), {1, 2}, range(3)]))\nassert a[0].v == 1 and a[1].year == 2020",
@@ -213,3 +213,68 @@ def test_texts_of_the_tests_run() -> None:
     ]
     score = judge(source, *tests)
     assert score.value == 1, score.detail
+
+
+SPOILED = {  # what a program may do, before the tests begin, to what they need
+    "folder of that name": "import os\nfor n in ('in.txt', 'made', 'x.db'): os.makedirs(n)",
+    "links to nowhere": "import os\nfor n in ('in.txt', 'made', 'x.db'): os.symlink('/nowhere/at/all', n)",
+    "file without rights": "import os\nfor n in ('in.txt', 'x.db'): os.close(os.open(n, os.O_CREAT, 0))\nopen('made', 'w').close()",
+    "full disk": "try:\n    for i in range(10**6): open(f'/box/{i}', 'wb').write(b'x' * 10**7)\nexcept OSError: pass",
+    "limits of others": "import resource, os\nfor p in range(1, 20):\n    if p == os.getpid(): continue\n    for what in range(10):\n        try: resource.prlimit(p, what, (1, 1))\n        except (OSError, ValueError): pass",
+    "many processes": "import os, time\nfor _ in range(100):\n    try:\n        if os.fork() == 0:\n            time.sleep(60)\n            os._exit(0)\n    except OSError: break",
+}
+NEEDING = {
+    "file": "with open('in.txt', 'w') as file: file.write('3')\nassert f(3) == 21 and open('in.txt').read() == '3'",
+    "folder": "import os\nos.mkdir('made')\nassert f(3) == 21 and os.path.isdir('made')",
+    "database": "import sqlite3\ndb = sqlite3.connect('x.db')\ndb.execute('create table t (a)')\nassert f(3) == 21",
+    "program": "import subprocess\nassert subprocess.run(['echo', 'a'], capture_output=True).stdout == b'a\\n' and f(3) == 21",
+    "class with a set-up": "import unittest\nclass T(unittest.TestCase):\n    @classmethod\n    def setUpClass(cls): cls.file = open('in.txt', 'w')\n    def test(self):\n        self.file.close()\n        self.assertEqual(f(3), 21)\nunittest.main()",
+}
+
+
+@pytest.mark.parametrize("needing", NEEDING)
+@pytest.mark.parametrize("spoiled", SPOILED)
+def test_a_program_that_spoils_what_tests_need_is_wrong(spoiled: str, needing: str) -> None:
+    score = judge(f"{SPOILED[spoiled]}\ndef f(x): return 0", NEEDING[needing])
+    assert (score.outcome, score.value) == ("scored", 0), score.detail
+    assert judge("def f(x): return 7 * x", NEEDING[needing]).value == 1
+
+
+@pytest.mark.parametrize("raised", ["ValueError", "SystemExit(0)", "StopIteration", "KeyboardInterrupt"])
+@pytest.mark.parametrize("hook", ["setUpClass", "setUp", "tearDown", "setUpModule"])
+def test_what_is_raised_in_a_hook_of_unittest_is_wrong(hook: str, raised: str) -> None:
+    body = f"    @classmethod\n    def {hook}(cls): f(1)\n" if hook == "setUpClass" else f"    def {hook}(self): f(1)\n"
+    test = f"import unittest\nclass T(unittest.TestCase):\n{'' if hook == 'setUpModule' else body}    def test(self): self.assertEqual(f(3), 21)\n"
+    test += "def setUpModule(): f(1)\nunittest.main()" if hook == "setUpModule" else "unittest.main()"
+    score = judge(f"def f(x):\n    if x == 1: raise {raised}\n    return 7 * x", test)
+    assert (score.outcome, score.value) == ("scored", 0), score.detail
+    assert judge("def f(x): return 7 * x", test).value == 1
+
+
+@pytest.mark.parametrize(
+    ("test", "says"),
+    [
+        ("1 / 0", "ZeroDivisionError"),
+        ("open('/no/such/file')\nassert f(3) == 21", "FileNotFoundError"),
+        ("import no_such_module\nassert f(3) == 21", "no_such_module"),
+        ("def test_f():\n    assert f(3) == 21", "pass without it"),
+        ("import unittest\nclass T(unittest.TestCase):\n    def test(self): self.assertEqual(f(3), 21)", "pass without it"),
+        ("import unittest\nunittest.main()", "something for unittest"),
+    ],
+)  # fmt: skip
+def test_tests_at_fault_are_an_error(test: str, says: str) -> None:
+    score = judge("def f(x): return 7 * x", test)
+    assert score.outcome == "error" and says in score.detail
+
+
+def test_no_program_knows_which_case_it_is() -> None:
+    """Not by its folder, its environment, its process or what it sees of time: cases run in an unknown order."""
+    outputs = ["9417", "15695", "21973", "28251", "34529"]
+    cases = [{"stdin": "same\n", "stdout": out} for out in outputs]
+    reference = {"kind": "stdio", "cases": cases}
+    told = "import os, re\nwords = f'{os.getcwd()} {dict(os.environ)} {open(\"/proc/self/cmdline\").read()}'\n"
+    by_words = f"{told}n = re.findall(r'\\d+', words)\nprint({outputs}[int(n[-1]) - 1 if n and int(n[-1]) < 6 else 0])"
+    by_process = f"import os\nprint({outputs}[os.getpid() - 2 if os.getpid() < 7 else 0])"
+    for source in (by_words, by_process):
+        score = code(source, reference, {}, reward="rate", **LIMITS)
+        assert score.outcome == "scored" and score.value < 1
