@@ -28,6 +28,7 @@ from kitae.observe.progress import peak_memory_gb
 from kitae.offline.sampling import PartialFile, SampleWatcher
 from kitae.run.sample_run import sample_file
 from kitae.run.train_run import resume, train
+from kitae.store.permissions import private
 from kitae.store.run_folder import is_run
 
 _RESET_PEAK = Path("/proc/self/clear_refs")
@@ -44,7 +45,13 @@ def inspect_chain(chain: ChainPlan) -> None:
 def run_chain(chain: ChainPlan, audience: Audience, watching: Watching = lambda: nullcontext(SampleWatcher())) -> None:
     """Run the stages that are not finished, of a chain that was inspected. watching: shows how far a stage is that
     samples. Raises `Interrupted` where Ctrl-C stopped a stage, which then is saved."""
-    check_model(chain.config(chain.stages[0]).model)
+    first = chain.config(chain.stages[0])
+    check_model(first.model)
+    with private(first.run.shared):
+        _run_stages(chain, audience, watching)
+
+
+def _run_stages(chain: ChainPlan, audience: Audience, watching: Watching) -> None:
     record = Record(chain)
     try:
         _evaluate(chain, record, 0, chain.first_model, audience)

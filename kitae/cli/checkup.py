@@ -238,7 +238,7 @@ def weigh(folder: Path, tokenizer: Any) -> Iterator[Checked]:
     """What the files of a model say: how much it reads, how large it is."""
     from transformers import AutoConfig
 
-    config = AutoConfig.from_pretrained(folder)
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     context = getattr(config.get_text_config(), "max_position_embeddings", None)
     limit = tokenizer.model_max_length
     if context is None:

@@ -17,6 +17,7 @@ from kitae.config.locate import find_recipe, find_run
 from kitae.config.recipe import load_config, override_config
 from kitae.config.root import RLConfig, reinforcement
 from kitae.errors import ConfigError, Interrupted, StoreError
+from kitae.observe.plain_output import terminal_of, visible
 
 if TYPE_CHECKING:
     from kitae.evaluation.run_suites import Entrant, EvaluationReport, EvaluationWatcher
@@ -182,7 +183,7 @@ def _watching() -> "Iterator[EvaluationWatcher]":
     from kitae.evaluation.measure import Evaluation
     from kitae.evaluation.run_suites import EvaluationWatcher
 
-    console = Console(stderr=True)
+    console = Console(file=terminal_of(sys.stderr))
     with console.status("preparing") as status:
 
         class OnScreen(EvaluationWatcher):
@@ -190,7 +191,7 @@ def _watching() -> "Iterator[EvaluationWatcher]":
                 self._done: dict[str, str] = {}
 
             def note(self, text: str) -> None:
-                console.print(text, markup=False, highlight=False)
+                console.print(visible(text), markup=False, highlight=False)
 
             def asked(self, model: str, suite: str, done: int, total: int) -> None:
                 self._done[suite] = f"{suite} {done}/{total}"

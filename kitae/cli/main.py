@@ -99,7 +99,22 @@ _INTERRUPTED = 130  # the exit status that typer turns Ctrl-C into
 
 
 def run() -> None:
-    """Entry point: errors that Kitae raises on purpose are printed without a traceback, and exit with 1."""
+    """Entry point: errors that Kitae raises on purpose are printed without a traceback, and exit with 1.
+
+    Whatever is printed may hold text of a model; see `kitae.observe.plain_output`.
+    """
+    from kitae.observe.plain_output import PlainOutput
+
+    streams = sys.stdout, sys.stderr
+    plain: tuple[Any, Any] = PlainOutput(sys.stdout), PlainOutput(sys.stderr)
+    sys.stdout, sys.stderr = plain
+    try:
+        _run()
+    finally:
+        sys.stdout, sys.stderr = streams
+
+
+def _run() -> None:
     from kitae.errors import Interrupted, KitaeError, StalledError
 
     try:

@@ -9,6 +9,8 @@ from collections.abc import Iterable
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from kitae.observe.plain_output import terminal_of
+
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
@@ -32,7 +34,7 @@ def show_all(pieces: Iterable["RenderableType"], command: list[str] | None) -> N
     from rich.console import Console
 
     if command is None:
-        console = Console()
+        console = Console(file=terminal_of(sys.stdout))
         for piece in pieces:
             console.print(piece)
         return

@@ -12,6 +12,7 @@ import typer
 
 from kitae.cli.arguments import Overrides
 from kitae.errors import Interrupted
+from kitae.observe.plain_output import terminal_of, visible
 
 if TYPE_CHECKING:
     from kitae.offline.sampling import SampleWatcher, Tally
@@ -98,12 +99,12 @@ def watching() -> "Iterator[SampleWatcher]":
 
     from kitae.offline.sampling import SampleWatcher
 
-    console = Console(stderr=True)
+    console = Console(file=terminal_of(sys.stderr))
     with console.status("preparing") as status:
 
         class OnScreen(SampleWatcher):
             def note(self, text: str) -> None:
-                console.print(text, markup=False, highlight=False)
+                console.print(visible(text), markup=False, highlight=False)
 
             def sampled(self, done: int, total: int) -> None:
                 status.update(f"{done} of {total} prompts")

@@ -11,6 +11,7 @@ import typer
 from kitae.cli.arguments import Run
 from kitae.cli.pager import pager, show_all
 from kitae.errors import KitaeError, StoreError
+from kitae.observe.plain_output import visible
 from kitae.store.journal import Journal
 from kitae.types import GREEDY
 from kitae.ui import samples
@@ -201,10 +202,10 @@ def _panel(one: _One, advantages: "_Advantages") -> "RenderableType":
     said += [] if sample.transcript else [("answer", sample.text)]
     body = Text()
     for who, text in [*said, ("reference", group.reference)]:
-        body.append(f"{who}: ", style="bold").append(f"{text}\n")
+        body.append(f"{visible(who)}: ", style="bold").append(f"{visible(text)}\n")
     failed = sample.status == "failed"
     if sample.detail:
-        body.append("failed: " if failed else "verifier: ", style="bold").append(f"{sample.detail}\n")
+        body.append("failed: " if failed else "verifier: ", style="bold").append(f"{visible(sample.detail)}\n")
     advantage = advantages.of(one)
     facts = [
         "failed" if failed else "not judged" if sample.value is None else f"reward {sample.value:g}",
@@ -215,7 +216,7 @@ def _panel(one: _One, advantages: "_Advantages") -> "RenderableType":
     ]
     body.append(" · ".join(facts), style="dim")
     when = "pending" if group.step is None else f"step {group.step}"
-    title = Text(f"{when} · {group.prompt_id} · {_name(sample)}")
+    title = Text(visible(f"{when} · {group.prompt_id} · {_name(sample)}"))
     colour = "yellow" if sample.value is None else "green" if sample.value >= 1 else "red"
     return Panel(body, title=title, title_align="left", border_style=colour)
 

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import sys
 import tomllib
 from collections import Counter, deque
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from kitae.config.recipe import load_config
 from kitae.config.root import reinforcement
 from kitae.data.prompt_stream import open_stream
 from kitae.errors import DataError, VerifierError
+from kitae.observe.plain_output import terminal_of
 from kitae.types import Prompt, Score
 from kitae.verifiers.pool import VerifierPool
 from kitae.verifiers.pool import validate as find_bad_gold
@@ -185,11 +187,11 @@ def _summarise(scores: list[Score], seconds: float, target: Path) -> None:
 
 @contextmanager
 def _progress(total: int) -> Iterator[Any]:
+    from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    with Progress(
-        TextColumn("verifying"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), transient=True
-    ) as bar:
+    columns = TextColumn("verifying"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    with Progress(*columns, transient=True, console=Console(file=terminal_of(sys.stdout))) as bar:
         task = bar.add_task("verifying", total=total)
         yield lambda: bar.advance(task)
 

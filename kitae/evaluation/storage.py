@@ -37,7 +37,7 @@ class Answers:
         text = json.dumps(settings, sort_keys=True)
         self.folder = output / _slug(model) / f"{_slug(suite)}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            self.folder.mkdir(0o700, parents=True, exist_ok=True)
         except OSError as error:
             raise StoreError(f"cannot make the folder {self.folder}: {error}") from error
         self._lock = lock(self.folder)

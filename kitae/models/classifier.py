@@ -28,7 +28,7 @@ def check_classifier(folder: Path) -> None:
 
     try:
         with quiet_transformers():
-            config = AutoConfig.from_pretrained(folder)
+            config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(f"cannot load a reward model from {folder}: {error}") from error
     kinds = getattr(config, "architectures", None) or ["none"]
@@ -45,7 +45,7 @@ def is_classifier(folder: Path) -> bool:
     from transformers import AutoConfig
 
     with quiet_transformers():
-        kinds = getattr(AutoConfig.from_pretrained(folder), "architectures", None) or [""]
+        kinds = getattr(AutoConfig.from_pretrained(folder, trust_remote_code=False), "architectures", None) or [""]
     return str(kinds[0]).endswith("ForSequenceClassification")
 
 
@@ -147,6 +147,7 @@ def load_scalar(config: ModelConfig, seed: int = 0) -> "ScalarModel":
                 dtype=pick_dtype(config.dtype, device),
                 attn_implementation=attention_seam.NAME,
                 output_loading_info=True,
+                trust_remote_code=False,
             )
             with torch.device("meta"):
                 base = AutoModelForCausalLM.from_config(whole.config)

@@ -28,6 +28,9 @@ class ModelConfig(Section):
         False,
         description="Make every log-prob the same to the last bit in the engine and the trainer, in any batch; slower.",
     )
+    trust_remote_code: bool = Field(
+        False, description="Run the Python code that comes with a model whose architecture transformers does not have."
+    )
     lora_rank: int = Field(0, ge=0, description="0 trains all weights; more trains LoRA adapters of this rank.")
     lora_alpha: float = Field(32.0, gt=0, description="LoRA scale numerator.")
     lora_targets: str = Field("all-linear", description="all-linear, or names of modules separated by commas.")

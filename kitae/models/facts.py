@@ -28,5 +28,5 @@ class ModelFacts:
         tokenizer, generation = load_tokenizer(config)
         folder = find_model(config.path)
         assert folder is not None
-        text = AutoConfig.from_pretrained(folder).get_text_config()
+        text = AutoConfig.from_pretrained(folder, trust_remote_code=config.trust_remote_code).get_text_config()
         return cls(tokenizer, generation, int(text.max_position_embeddings))

@@ -64,7 +64,7 @@ def trained_model(run: Path) -> Path:
 def _from_hub(hub_id: str, download: bool) -> Path | None:
     from huggingface_hub import snapshot_download
 
-    wanted = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+    wanted = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py"]
     try:
         return Path(snapshot_download(hub_id, allow_patterns=wanted, local_files_only=True))
     except Exception:  # not in the cache; the hub library has several exceptions for that
@@ -137,8 +137,10 @@ def _convert_gguf(file: Path, folder: Path) -> None:
     if missing:
         raise ModelError(f"reading {file.name} needs {' and '.join(missing)}: pip install 'kitae[gguf]'")
     with quiet_transformers(), _read_once():
-        model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.bfloat16)
-        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+        model = AutoModelForCausalLM.from_pretrained(
+            file.parent, gguf_file=file.name, dtype=torch.bfloat16, trust_remote_code=False
+        )
+        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name, trust_remote_code=False)
         if hasattr(model.config, "quantization_config"):
             del model.config.quantization_config
         model.hf_quantizer = None
@@ -222,8 +224,9 @@ def check_model(config: ModelConfig, *, reward: bool = False, here: bool = True)
     assert folder is not None
     try:
         with quiet_transformers():
-            kinds = getattr(AutoConfig.from_pretrained(folder), "architectures", None) or [""]
-            _load_tokenizer(config.path, folder)
+            found = AutoConfig.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
+            kinds = getattr(found, "architectures", None) or [""]
+            _load_tokenizer(config, folder)
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(f"cannot load {config.path!r} from {folder}: {error}") from error
     if (
@@ -275,17 +278,18 @@ def _skeleton(config: ModelConfig) -> Any:
         return None
     try:
         with quiet_transformers(), torch.device("meta"):
-            return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+            found = AutoConfig.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
+            return AutoModelForCausalLM.from_config(found, trust_remote_code=config.trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(f"cannot load {config.path!r} from {folder}: {error}") from error
 
 
-def _load_tokenizer(path: str, folder: Path) -> Any:
+def _load_tokenizer(config: ModelConfig, folder: Path) -> Any:
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
     if tokenizer.eos_token_id is None:
-        raise ModelError(f"{path!r}: its tokenizer has no end-of-sequence token, so no response could end")
+        raise ModelError(f"{config.path!r}: its tokenizer has no end-of-sequence token, so no response could end")
     return tokenizer
 
 
@@ -297,7 +301,7 @@ def load_tokenizer(config: ModelConfig) -> tuple[Any, Any]:
     assert folder is not None
     with quiet_transformers():
         generation = GenerationConfig.from_pretrained(folder) if (folder / "generation_config.json").is_file() else None
-        return _load_tokenizer(config.path, folder), generation
+        return _load_tokenizer(config, folder), generation
 
 
 def ready_device(config: ModelConfig) -> "torch.device":
@@ -326,9 +330,12 @@ def load_policy(config: ModelConfig, seed: int = 0) -> "Policy":
     try:
         with quiet_transformers():
             model = AutoModelForCausalLM.from_pretrained(
-                folder, dtype=pick_dtype(config.dtype, device), attn_implementation=attention_seam.NAME
+                folder,
+                dtype=pick_dtype(config.dtype, device),
+                attn_implementation=attention_seam.NAME,
+                trust_remote_code=config.trust_remote_code,
             )
-            tokenizer = _load_tokenizer(config.path, folder)
+            tokenizer = _load_tokenizer(config, folder)
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(f"cannot load {config.path!r} from {folder}: {error}") from error
     model = prepared(model, config, device)

@@ -16,6 +16,7 @@ from typing import Any, Self
 
 from kitae.config.root import DistilConfig, RLConfig, Root
 from kitae.observe.observer import Reported
+from kitae.observe.plain_output import terminal_of, visible
 
 _COLUMNS = (
     ("step", "step", "{:.0f}"),
@@ -180,7 +181,7 @@ class LiveProgress(Progress):
         from rich.live import Live
 
         super().__init__(config, folder, log)
-        self.console = Console()
+        self.console = Console(file=terminal_of(sys.stdout))
         self._rows: deque[dict[str, str]] = deque(maxlen=12)
         self._status = "starting"
         self._began = time.perf_counter()
@@ -199,7 +200,7 @@ class LiveProgress(Progress):
         self._status = text
 
     def show(self, text: str) -> None:
-        self.console.print(text, markup=False, highlight=False)
+        self.console.print(visible(text), markup=False, highlight=False)
 
     def show_step(self, row: dict[str, Any], eta: str, first: str, cells: list[str], end: str) -> None:
         found = {key: _cell(row, key, form) for _, key, form in self.columns}

@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 
+from kitae.observe.plain_output import visible
+
 FILE = "console.log"
 
 
@@ -22,11 +24,11 @@ class Console:
         self._path: Path | None = None
 
     def say(self, text: str) -> None:
-        print(text, flush=True)
+        print(visible(text), flush=True)
         self.log(text)
 
     def log(self, text: str) -> None:
-        line = f"{datetime.now():%Y-%m-%d %H:%M:%S}  {text.strip()}\n"
+        line = f"{datetime.now():%Y-%m-%d %H:%M:%S}  {visible(text.strip())}\n"
         if self._path is None:
             self._kept.append(line)
             return
@@ -64,5 +66,5 @@ class _Warnings(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         text = f"{record.levelname.lower()}: {record.getMessage()}"
-        print(text, file=sys.stderr, flush=True)
+        print(visible(text), file=sys.stderr, flush=True)
         self._console.log(text)

@@ -33,6 +33,7 @@ from kitae.run.resume_point import ResumePoint, begin_at, finished, resume_point
 from kitae.run.services import RunServices
 from kitae.store.checkpoints import Frontier
 from kitae.store.disk import flush
+from kitae.store.permissions import private
 from kitae.store.run_folder import Result, RunStore
 from kitae.trainer.base import Trainer
 from kitae.workers.backends import open_cluster
@@ -46,7 +47,11 @@ Row = dict[str, Any]
 def train(config: Root, audience: Audience) -> Result:
     """Train a new run. What can be found wrong with it is, before its folder is made."""
     plan = make_plan(config, audience.note)
-    with RunServices(plan, audience.note) as services, closing(RunStore.create(plan.config)) as store:
+    with (
+        private(plan.config.run.shared),
+        RunServices(plan, audience.note) as services,
+        closing(RunStore.create(plan.config)) as store,
+    ):
         return _watched(services, store, audience, None, False)
 
 
@@ -76,7 +81,7 @@ def resume(
 def go_on(store: RunStore, audience: Audience, checkpoint: str | None = None, forget: bool = False) -> Result:
     """Train in a folder that is there, and close it. Steps after the checkpoint are trained again as they were, or
     given up with `forget`."""
-    with closing(store):
+    with private(store.config.run.shared), closing(store):
         plan = make_plan(store.config, audience.note)
         with RunServices(plan, audience.note) as services:
             return _watched(services, store, audience, checkpoint, forget)

@@ -120,6 +120,7 @@ def _bwrap_command(
 
 _UNSHARE_SCRIPT = """
 set -e
+umask 022
 PATH=$PATH:/usr/sbin:/sbin
 size=$1; outer=$2; shift 2
 mount --make-rprivate /

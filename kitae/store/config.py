@@ -10,6 +10,9 @@ class RunConfig(Section):
 
     name: str = Field("run", pattern=r"^[A-Za-z0-9._-]+$", description="Name of the run folder; a number is appended.")
     dir: str = Field("runs", description="Folder that holds the run folders.")
+    shared: bool = Field(
+        False, description="Let other users of this machine read the run folder, as far as the umask does."
+    )
     seed: int = Field(0, ge=0, description="Seed of prompts, sampling and initialisation.")
 
 

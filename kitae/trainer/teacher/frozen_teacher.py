@@ -140,4 +140,8 @@ def beside(model: ModelConfig, path: str, device: str = "") -> ModelConfig:
 def _rows(model: ModelConfig) -> int:
     from transformers import AutoConfig
 
-    return int(AutoConfig.from_pretrained(check_model(model)).get_text_config().vocab_size)
+    return int(
+        AutoConfig.from_pretrained(check_model(model), trust_remote_code=model.trust_remote_code)
+        .get_text_config()
+        .vocab_size
+    )

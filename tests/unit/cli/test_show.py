@@ -132,3 +132,32 @@ def test_which_pager(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         monkeypatch.setenv("PAGER", wanted)
         assert pager() == expected, wanted
+
+
+STEERS = "red \x1b[31m \x1b]0;title\x07 over\rwritten \u202eback\u2069 \x9b2J end"
+
+
+@pytest.mark.parametrize("options", [(), ("--json",)])
+@pytest.mark.parametrize("on_terminal", [False, True])
+def test_what_a_model_says_cannot_steer_the_terminal(
+    tmp_path: Path, options: tuple[str, ...], on_terminal: bool
+) -> None:
+    """In a pipe and on a terminal; Kitae's own colours remain there."""
+    run = WrittenRun(tmp_path).step([[0.0, 1.0]], text=STEERS).finish()
+    command = [sys.executable, "-c", "import sys; from kitae.cli.main import run; run()", "show", str(run), *options]
+    environment = {**os.environ, "PAGER": "cat", "COLUMNS": "200", "TERM": "xterm"}
+    if on_terminal:
+        ours, theirs = pty.openpty()
+        with subprocess.Popen(command, stdout=theirs, env=environment):
+            os.close(theirs)
+            said = _all(ours)
+        assert options or "\x1b[" in said, "colours of the frame"
+    else:
+        said = subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
+        assert "\x1b" not in said
+    assert "\\u001b[31m" in said and "\\u202e" in said and "end" in said
+    assert not any(
+        sign in said for sign in ("\x1b[31m \x1b]", "\x1b]0;", "\x07", "over\rwritten", "\u202e", "\u2069", "\x9b")
+    )
+    if options:
+        assert json.loads(said.splitlines()[0])["text"] == STEERS

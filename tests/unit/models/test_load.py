@@ -1,5 +1,6 @@
 """Finding, loading and exporting models."""
 
+import json
 import platform
 import shutil
 import sys
@@ -261,3 +262,25 @@ def test_a_gguf_file_is_read_once_and_nothing_of_that_stays() -> None:
         assert first is again
         raise RuntimeError
     assert gguf.get_tensor_name_map is plain
+
+
+def test_code_that_comes_with_a_model_runs_only_if_it_is_trusted(
+    tiny_folder: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And nobody is asked on the standard input."""
+    folder, mark = tmp_path / "model", tmp_path / "mark"
+    shutil.copytree(tiny_folder("llama"), folder)
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": "strange", "auto_map": {"AutoConfig": "strange.Strange"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "strange.py").write_text(
+        f"open({str(mark)!r}, 'w').write('ran')\n"
+        "from transformers import LlamaConfig\nclass Strange(LlamaConfig):\n    model_type = 'strange'\n"
+    )
+    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("it must not ask"))
+    with pytest.raises(ModelError, match="trust_remote_code"):
+        check_model(ModelConfig(path=str(folder)))
+    assert not mark.exists()
+    check_model(ModelConfig(path=str(folder), trust_remote_code=True))
+    assert mark.read_text() == "ran"
