@@ -14,17 +14,20 @@ from collections.abc import Callable, Iterator
 
 from kitae.data.boxes import boxes
 from kitae.errors import VerifierError
+from kitae.verifiers.hedges import LETTER, is_hedged, joins
 
 _TAIL = 4_000  # characters at the end of a response that are searched for phrases and expressions
 _REACH = 400  # characters after a phrase that can belong to its answer
 _MARKS = 8  # how many of the last phrases are examined
 _FEW_WORDS = 6
+_SHORT = 60  # characters of a response that is an answer rather than a solution
 _MAX_BOX = 4_000  # characters; longer contents are no answer
 
 _JOINT_RE = re.compile(
     r"(?:[\s$,;&]|\\[()\[\],;:!~ ]|\\q?quad|\\(?:text|mbox)\s*\{|\}|and|or|und|oder|et|ou|y|o|и|和|或|、|，)*"
 )
 _JOINT_WORD_RE = re.compile(r"[,;、，和或и]|and|or|und|oder|\b(?:et|ou|y|o)\b")
+_AND_RE = re.compile(r"[,;、，和и&]|\b(?:and|und|et|y)\b")
 _OR_RE = re.compile(r"or|oder|\b(?:ou|o)\b|或")
 _HASH_RE = re.compile(r"(?<!\#)\#{4}(?!\#)[ \t]*([^\n]*)")
 _THOUGHT_END = "</think>"
@@ -62,7 +65,9 @@ _PHRASES = (
     r"উত্তর\s*(?:হল|হলো|হচ্ছে|[:：])|సమాధానం\s*[:：]?|คำตอบ\s*(?:คือ|[:：])",
 )
 _PHRASE_RE = re.compile("(?:" + "|".join(_PHRASES) + r")[\s*_:：]*", re.IGNORECASE)
-_SENTENCE_END_RE = re.compile(r"\n|[.?!](?=[*_\"')]*(?:\s|$))|[。！？]")
+_SENTENCE_END_RE = re.compile(  # not before what takes the sentence back: "12. Or 13"
+    r"\n|[.?!](?=[*_\"')]*(?:\s|$))(?![*_\"')\s.]*(?i:or|alternatively|otherwise|unless|if (?:that|this|it|not))\b)|[。！？]"
+)
 _MATH_RE = re.compile(
     r"\$\$(?P<display>.+?)\$\$"
     r"|\\\[(?P<bracket>.+?)\\\]"
@@ -86,6 +91,7 @@ _VALUE_RE = re.compile(r"[0-9π∞]|\\[A-Za-z]")
 _LABEL_RE = re.compile(r"(?:step|case|part|problem|question|example|figure|equation|section)\s*$", re.IGNORECASE)
 _STRAY_RE = re.compile(r"(?:[A-Za-z]\s+)+(?=[-+$€£\\(0-9])|[-−+]\s+(?=[^\s])|(?:and|or)\s+")
 _STRAY_END_RE = re.compile(r"(?<![=+*/<>-])\s+(?:[aAIyou]|and|or)$")
+_VALUE_LIKE_RE = re.compile(rf"{_NUMBER}|(?<![A-Za-z\\])[A-J](?![A-Za-z'’])(?!\s+[a-z]{{2}})")
 _BRACKETS = (("(", ")"), ("[", "]"), ("{", "}"))
 _ATTACHED_RE = re.compile(r"^([$€£]?[0-9][0-9.,]*)([mgshLAWVNJ])$")  # 12m: a unit, or a product
 _NAMED_RE = re.compile(r"\s*([A-Za-z](?:_\w)?)\s*=[^=<>]+")
@@ -156,9 +162,11 @@ def chosen_letter(text: str) -> str | None:
     marks = deque(_PHRASE_RE.finditer(text), maxlen=1)
     places = [_SENTENCE_END_RE.split(text[mark.end() : mark.end() + _REACH].lstrip(), maxsplit=1)[0] for mark in marks]
     for place in [*places, *sentences[-1:], text[:_REACH] if len(text) <= _REACH else ""]:
-        letters = {first or second for first, second in _CHOICE_RE.findall(_DENIED_RE.sub(" ", place))}
+        sure = _DENIED_RE.sub(lambda denied: " " * len(denied[0]), place)
+        letters = {found[1] or found[2]: found for found in _CHOICE_RE.finditer(sure)}
         if letters:
-            return letters.pop() if len(letters) == 1 else None
+            ((letter, found), *others) = letters.items()
+            return None if others or is_hedged(place, *found.span(), LETTER) else letter
     return None
 
 
@@ -185,9 +193,9 @@ def boxed_answer(text: str) -> str | None:
     answer = found[-1][2]
     for (_, end, inside), (start, _, _) in zip(reversed(found[:-1]), reversed(found), strict=False):
         joint = text[end:start]
-        if not _is_joint(joint, 40):
+        if not joins(joint) or inside.strip() == answer.strip():
             break
-        answer = f"{inside} or {answer}" if _OR_RE.search(joint) else f"{inside}, {answer}"
+        answer = f"{inside}, {answer}" if _AND_RE.search(joint) and not _OR_RE.search(joint) else f"{inside} or {answer}"
     return answer if len(answer) <= _MAX_BOX else None
 
 
@@ -230,15 +238,23 @@ def phrase_answers(text: str) -> Iterator[str]:
 def _from_sentence(text: str) -> str:
     """The answer in a sentence: the whole sentence, or its last formula or number if it has other words."""
     end = _SENTENCE_END_RE.search(text)
-    sentence = text[: end.start()] if end else text
-    sentence = _without_reason(sentence)
+    whole = text[: end.start()] if end else text
+    sentence = _without_reason(whole)
     if not _is_prose(sentence):
-        return sentence
+        return whole if whole != sentence and _is_hedge(whole, sentence, start=0) else sentence
     leading = _PLAIN_EXPRESSION_RE.match(sentence)
     if leading and not _MATH_RE.search(sentence):
         alone = len(_PLAIN_EXPRESSION_RE.findall(sentence)) == 1
-        return sentence if alone or _JOINT_WORD_RE.match(sentence[leading.end() :].lstrip()) else leading[0]
-    return _last_formula(sentence) or sentence
+        return sentence if alone or _is_hedge(sentence, leading[0]) else leading[0]
+    formula = _last_formula(sentence)
+    return sentence if formula is None or _is_hedge(sentence, formula) else formula
+
+
+def _is_hedge(sentence: str, answer: str, *, bounds: bool = True, start: int | None = None) -> bool:
+    """Whether the sentence offers other values besides the answer, which it has, or denies it."""
+    start = sentence.rfind(answer) if start is None else start
+    bare = not _LETTERS_RE.search(sentence)
+    return start >= 0 and is_hedged(sentence, start, start + len(answer), _VALUE_LIKE_RE, bounds=bounds, commas=bare)
 
 
 def _without_reason(sentence: str) -> str:
@@ -257,8 +273,19 @@ def last_expression(text: str) -> str | None:
         return clean(tail)
     formula = _last_formula(tail)
     if formula:
-        return clean(formula)
+        sentence = _sentence_around(tail, formula)
+        return clean(sentence if _is_hedge(sentence, formula, bounds=len(tail) <= _SHORT) else formula)
     return clean(tail) if tail and len(tail) <= _REACH else None
+
+
+def _sentence_around(text: str, formula: str) -> str:
+    """The sentence that a formula is in; of several lines without words, all."""
+    place = max(text.rfind(formula), 0)
+    if not _LETTERS_RE.search(text):
+        return text
+    ends = [found.span() for found in _SENTENCE_END_RE.finditer(text, max(0, place - _REACH))]
+    start = max((end for _, end in ends if end <= place), default=0)
+    return text[start : min((low for low, _ in ends if low >= place + len(formula)), default=len(text))]
 
 
 def _last_formula(text: str) -> str | None:

@@ -16,6 +16,7 @@ from functools import lru_cache
 from typing import Any, Literal
 
 from kitae.types import Score
+from kitae.verifiers.hedges import is_hedged
 from kitae.verifiers.math.units import MAGNITUDES
 
 _NUMBER = (
@@ -41,11 +42,10 @@ _WENT_BEFORE_RE = re.compile(  # what precedes such a number: x^3, \frac{2}{3}, 
     r"(?:(?:[0-9)}]|(?<![A-Za-z])[A-Za-z])\s*[\^_/*×·÷+]|[√<>≤≥]"
     r"|[\}\]]\s*\{|\\(?:[dt]?frac|sqrt|d?binom|log|ln|times|cdot|div|pm|[lg]eq?)(?:\[[^\[\]]*\])?)\s*[{(]?\s*\Z"
 )
-_OTHER_RE = re.compile(r"(?<![^\s$(=])[0-9][0-9.,]*\s+(?:or|oder|ou)\b(?:\s*[A-Za-z]\s*=)?\s*\Z")  # x = 3 or x =
 _REASON_RE = re.compile(r"[0-9%](?:\s[A-Za-z]+){0,3}?,?\s\(?(?:because|since|that is|i\.e\.)(?!\w)")
 _EXPONENT_RE = re.compile(r"[A-Za-z}][\^_]\{?-?\Z")  # before the 2 of m^2
 _NO_NUMBER_RE = re.compile(  # 12:30, not 12
-    r"(?<![0-9])[0-9]{1,2}:[0-9]{2}(?![0-9])|(?:\b(?:not|never|nicht|pas|rather\s+than|instead\s+of)|n['\u2019]t)\b"
+    r"(?<![0-9])[0-9]{1,2}:[0-9]{2}(?![0-9])|(?:(?<!\bif )\b(?:not|never|nicht|pas|rather\s+than|instead\s+of)|n['\u2019]t)\b"
     rf"(?:\s++(?:be|is|equal|to|just|only|the|a)\b)*+\s++{_NUMBER}",
     re.IGNORECASE,
 )
@@ -57,8 +57,10 @@ _MARK_RE = re.compile(
 )
 _MARKS = 8  # how many of the last marks are examined
 _LATEX_COMMA_RE = re.compile(r"(?<=[0-9])(?:\{,\}|,\\!|\\[,;: ])(?=[0-9]{3}(?![0-9]))")  # 1{,}234, 1,\!234, 1\,234
+_WORD_RE = re.compile(r"[A-Za-z]{2}")
+_SHORT = 60  # characters of a response that is an answer rather than a solution
 _MARK_REACH = 200  # characters after a mark that can belong to its answer
-_SENTENCE_END_RE = re.compile(r"\n|[.?](?=\s|$)")
+_SENTENCE_END_RE = re.compile(r"\n|[.?](?=\s|$)(?![.\s]*(?i:or|alternatively|otherwise|unless|if (?:that|this|it|not))\b)")
 _PLAIN = str.maketrans({"\u2212": "-"} | dict.fromkeys("+\\$€£¥"))
 _EXACT = Context(prec=10_000, Emax=MAX_EMAX, Emin=MIN_EMIN, traps=[])
 
@@ -358,7 +360,7 @@ def _chosen_letter(text: str, letters: str, pick: Literal["last", "first"]) -> s
         if marks := [m for m in pattern.finditer(text) if _is_letter(text, m)]:
             mark, before = (marks[-1], marks[-2:-1]) if pick == "last" else (marks[0], [])
             joined = any(_another(text, m, letters) == _place(mark) for m in before)
-            several = joined or _another(text, mark, letters) is not None
+            several = joined or _another(text, mark, letters) is not None or _is_hedged_letter(text, mark, letters)
             return "more than one letter" if several else _captured(mark)
     alone = {_captured(m) for m in lone.finditer(text)}
     if len(alone) == 1:
@@ -368,8 +370,10 @@ def _chosen_letter(text: str, letters: str, pick: Literal["last", "first"]) -> s
         return "more than one letter, and none marked as the answer"
     leading = re.match(_pattern(_LEADING, letters + letters.lower()), text, re.IGNORECASE)
     if leading and _is_letter(text, leading) and mentioned <= {_captured(leading)}:
-        several = _another(text, leading, letters) is not None
+        several = _another(text, leading, letters) is not None or _is_hedged_letter(text, leading, letters)
         return "more than one letter" if several else _captured(leading)
+    if any(_is_hedged_letter(text, m, letters) for m in mention.finditer(text)):
+        return "more than one letter"
     return mentioned.pop() if mentioned else "no letter in the response"
 
 
@@ -385,6 +389,20 @@ def _is_letter(text: str, match: re.Match[str]) -> bool:
     """Whether it is a choice, rather than a word as in "the answer is a whale" and "the answer is I think …"."""
     letter = next(group for group in match.groups() if group)
     return not ((letter.islower() or letter == "I") and _word_follows(text, _place(match) + 1))
+
+
+def _is_hedged_letter(text: str, match: re.Match[str], letters: str) -> bool:
+    """Whether a sentence offers other letters besides the one it chooses, or denies it: "B (or A)", "B is wrong"."""
+    place = _place(match)
+    start = max(text.rfind("\n", 0, place) + 1, place - 80)
+    line = text[start : place + _MARK_REACH].partition("\n")[0]
+    at = place - start
+    return is_hedged(line, at, at + 1, _lone_letter(letters), bounds=False)
+
+
+@lru_cache(maxsize=16)
+def _lone_letter(letters: str) -> re.Pattern[str]:
+    return re.compile(rf"(?<![{_WORDLIKE}'\u2019]|\\)[{letters}](?![{_WORDLIKE}'\u2019])(?!\s+(?:[a-z]{{2}}|is\b))")
 
 
 def _word_follows(text: str, end: int) -> bool:
@@ -470,12 +488,12 @@ def only_number(text: str) -> Decimal | None:
 
 def _first_number(answer: str) -> Decimal | None:
     """The number of the last side of a marked answer, or else its first: 5 in "2 + 3 = 5 apples, since x = 2"."""
-    answer = _NO_NUMBER_RE.sub(" ", answer)
+    answer = _NO_NUMBER_RE.sub(_blank, answer)
     reason = _REASON_RE.search(answer)
     end = reason.start() + 1 if reason else len(answer)
     for start in (answer.rfind("=", 0, end) + 1, 0):
         match = _NUMBER_RE.search(answer, start)
-        if match and not _OTHER_RE.search(_before(answer, match)):
+        if match and not is_hedged(answer, *match.span(), _NUMBER_RE):
             value = _whole_number(answer, match)
             if value is not None:
                 return value
@@ -483,10 +501,31 @@ def _first_number(answer: str) -> Decimal | None:
 
 
 def _last_number(text: str) -> Decimal | None:
-    text = _NO_NUMBER_RE.sub(" ", text)
+    text = _NO_NUMBER_RE.sub(_blank, text)
     numbers = (match for match in _NUMBER_RE.finditer(text) if not _EXPONENT_RE.search(_before(text, match)))
-    last = deque(numbers, maxlen=1)
-    return _whole_number(text, last[0]) if last else None
+    last = next(iter(deque(numbers, maxlen=1)), None)
+    if last is None or _is_hedge(text, last):
+        return None
+    return _whole_number(text, last)
+
+
+def _is_hedge(text: str, number: re.Match[str]) -> bool:
+    """Whether the sentence of a number denies it or has another one instead; an answer alone may not bound it either."""
+    begin, place = max(0, number.start() - _MARK_REACH), number.start()
+    around = text[begin : number.end() + _MARK_REACH]
+    ends = [found.span() for found in _SENTENCE_END_RE.finditer(around)]
+    first = max((end for _, end in ends if begin + end <= place), default=0)
+    last = min((start for start, _ in ends if begin + start >= number.end()), default=len(around))
+    sentence, place = around[first:last], place - begin - first
+    short = len(text.strip()) <= _SHORT
+    bare = short and not _WORD_RE.search(text)
+    if bare:
+        sentence, place = text, number.start()
+    return is_hedged(sentence, place, place + len(number[0]), _NUMBER_RE, bounds=short, commas=bare)
+
+
+def _blank(match: re.Match[str]) -> str:
+    return " " * len(match[0])
 
 
 def _before(text: str, match: re.Match[str]) -> str:

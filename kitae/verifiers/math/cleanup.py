@@ -10,6 +10,8 @@ import re
 import unicodedata
 from functools import lru_cache
 
+from kitae.verifiers.hedges import LETTER, is_hedged
+
 _UNICODE = str.maketrans(
     {
         "\u2212": "-", "\u2010": "-", "\u2011": "-", "\u2012": "-", "\u2013": "-", "\uff0d": "-",
@@ -192,5 +194,6 @@ def choice_letter(text: str, *, start: bool) -> str | None:
     if (match := _CHOICE_RE.fullmatch(plain)) and (match[1].isupper() or plain[0] in "([" or len(plain) > 3):
         return match[1].upper()
     if start and (found := _CHOICE_START_RE.match(plain)) and "," not in plain[:4]:
-        return next(group for group in found.groups() if group)
+        group = next(group for group in (1, 2, 3) if found[group])
+        return None if is_hedged(plain, *found.span(group), LETTER) else found[group]
     return None

@@ -25,7 +25,9 @@ _BOMB_RE = re.compile(
     r"\^\s*\{?[^{}]*[0-9)]\s*\^|\^\s*[{(]?\s*[0-9]{4,}|[0-9]{4,}\s*\)?\s*!|!\s*!|[0-9]{60}|factorial"
     r"|\^\s*\{[^{}]*\{[^{}]*\{"
 )
-_UNKNOWN_RE = re.compile(r"\.\.|[A-Za-z]{4}|[^\x00-\x7f]")
+_UNKNOWN_RE = re.compile(  # words, and signs of alternatives, which it would ignore
+    r"\.\.|[A-Za-z]{4}|[^\x00-\x7f]|[?;:~]|=>|->|^[^|]*\|[^|]*$|\b(?:or|and|so|it|is|not|if|to|of|by|no|but|nor)\b"
+)
 _READABLE = frozenset(COMMANDS) | {"frac", "binom", "sum", "prod", "int", "iint", "iiint", "infty", "lim", "partial"}
 
 

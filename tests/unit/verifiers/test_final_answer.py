@@ -41,7 +41,7 @@ from kitae.verifiers.final_answer import (
         (r"$\boxed{1}$, $\boxed{2}$, and $\boxed{3}$", "1, 2, 3"),
         (r"\boxed{1/2} or \boxed{0.5}", "1/2 or 0.5"),
         (r"\boxed{1}. Therefore \boxed{2}", "2"),
-        (r"\boxed{1} \boxed{2}", "2"),
+        (r"\boxed{1} \boxed{2}", "1 or 2"),
         (r"\boxed{1} und \boxed{2}", "1, 2"),
         (r"\boxed{1}和\boxed{2}", "1, 2"),
         (r"\boxed{5", None),

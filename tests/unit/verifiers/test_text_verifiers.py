@@ -79,11 +79,7 @@ def test_exact_ignore_case(response: str, reference: str, value: float) -> None:
         ("It is 12!", 12),
         ("First 3, then 4, so 7", 7),
         ("3 + 4 = 7", 7),
-        ("10 - 3", 3),
-        ("10-3", 3),
-        ("10 -3", -3),
         ("1,2,3", 3),
-        ("1, 234", 234),
         ("(-3)", -3),
         ("x=-3", -3),
         ("**42**", 42),
@@ -546,7 +542,7 @@ def test_choice_wrong(response: str) -> None:
 @pytest.mark.parametrize(("pick", "value"), [("first", 1), ("last", 0)])
 def test_choice_pick(pick: Any, value: float) -> None:
     assert choice("The answer is B. The answer is C.", "B", {}, pick=pick).value == value
-    assert choice(r"\boxed{B} \boxed{C}", "B", {}, pick=pick).value == value
+    assert choice(r"\boxed{B}. No, \boxed{C}", "B", {}, pick=pick).value == value
 
 
 @pytest.mark.parametrize("reference", ["B", "b", "(B)", "B.", " B) Paris", "B: Paris", 1, "**B**"])
