@@ -66,7 +66,8 @@ _PHRASES = (
 )
 _PHRASE_RE = re.compile("(?:" + "|".join(_PHRASES) + r")[\s*_:：]*", re.IGNORECASE)
 _SENTENCE_END_RE = re.compile(  # not before what takes the sentence back: "12. Or 13"
-    r"\n|[.?!](?=[*_\"')]*(?:\s|$))(?![*_\"')\s.]*(?i:or|alternatively|otherwise|unless|if (?:that|this|it|not))\b)|[。！？]"
+    r"\n|[.?!](?=[*_\"')]*(?:\s|$))"
+    r"(?![*_\"')\s.]*(?i:or|alternatively|otherwise|unless|if (?:that|this|it|not))\b)|[。！？]"
 )
 _MATH_RE = re.compile(
     r"\$\$(?P<display>.+?)\$\$"
@@ -92,6 +93,7 @@ _LABEL_RE = re.compile(r"(?:step|case|part|problem|question|example|figure|equat
 _STRAY_RE = re.compile(r"(?:[A-Za-z]\s+)+(?=[-+$€£\\(0-9])|[-−+]\s+(?=[^\s])|(?:and|or)\s+")
 _STRAY_END_RE = re.compile(r"(?<![=+*/<>-])\s+(?:[aAIyou]|and|or)$")
 _VALUE_LIKE_RE = re.compile(rf"{_NUMBER}|(?<![A-Za-z\\])[A-J](?![A-Za-z'’])(?!\s+[a-z]{{2}})")
+_NOTHING_RE = re.compile(r"(?!)")
 _BRACKETS = (("(", ")"), ("[", "]"), ("{", "}"))
 _ATTACHED_RE = re.compile(r"^([$€£]?[0-9][0-9.,]*)([mgshLAWVNJ])$")  # 12m: a unit, or a product
 _NAMED_RE = re.compile(r"\s*([A-Za-z](?:_\w)?)\s*=[^=<>]+")
@@ -155,6 +157,32 @@ def without_lead(answer: str) -> str:
     return (rest.removesuffix("}") if opened else rest) or answer
 
 
+_TEXT_RE = re.compile(r"\\(?:text|mbox|textbf|textit|mathrm)\s*\{([^{}]*)\}")
+_VERB_RE = re.compile(
+    r"\b(?:is|are|was|were|equals|has|have|gets|makes|costs|needs|takes)\b(?:\s+equal\s+to\b)?", re.IGNORECASE
+)
+_OF_THEM_RE = re.compile(r"\s+(?:of\s+(?:them|these|those)|in\s+(?:all|total)|altogether|left|ways)?[.!\s]*\Z")
+_SPOKEN_RE = re.compile(r"\s*(yes|no|true|false)\s*[,.;:!]?\s+(.*)", re.IGNORECASE | re.DOTALL)
+_DOUBT_RE = re.compile(
+    r"[0-9]|n['’]t\b|\b(?:not|no|none|nobody|nothing|never|nor|neither|if|unless|whether|or|either|but|except|opposite|wrong|incorrect"
+    r"|false|true|yes|impossible|excluded|invalid|could|might|may|maybe|perhaps|possibly|any|anything|every|everything|all|who|guess)\b",
+    re.IGNORECASE,
+)
+
+
+def stated_answer(text: str) -> str | None:
+    """What a sentence in the place of an answer states: "Therefore there are 5 of them" → "5 of them"; or None."""
+    plain = _TEXT_RE.sub(r" \1 ", text).strip() if "\\" in text else text
+    if len(plain) > _REACH or " " not in plain:
+        return None
+    if spoken := _SPOKEN_RE.fullmatch(plain):
+        return None if _DOUBT_RE.search(spoken[2]) or " " not in spoken[2].strip() else spoken[1]
+    verbs = list(_VERB_RE.finditer(plain))
+    if len(verbs) != 1 or not plain[: verbs[0].start()].strip() or _DOUBT_RE.search(plain[: verbs[0].start()]):
+        return None
+    return clean(_OF_THEM_RE.sub("", plain[verbs[0].end() :])) or None
+
+
 def chosen_letter(text: str) -> str | None:
     """The letter that prose decides for, if it is clear: "for sure D, it can't be A or B" → "D"."""
     text = after_reasoning(text)[-_TAIL:]
@@ -195,7 +223,9 @@ def boxed_answer(text: str) -> str | None:
         joint = text[end:start]
         if not joins(joint) or inside.strip() == answer.strip():
             break
-        answer = f"{inside}, {answer}" if _AND_RE.search(joint) and not _OR_RE.search(joint) else f"{inside} or {answer}"
+        answer = (
+            f"{inside}, {answer}" if _AND_RE.search(joint) and not _OR_RE.search(joint) else f"{inside} or {answer}"
+        )
     return answer if len(answer) <= _MAX_BOX else None
 
 
@@ -254,7 +284,8 @@ def _is_hedge(sentence: str, answer: str, *, bounds: bool = True, start: int | N
     """Whether the sentence offers other values besides the answer, which it has, or denies it."""
     start = sentence.rfind(answer) if start is None else start
     bare = not _LETTERS_RE.search(sentence)
-    return start >= 0 and is_hedged(sentence, start, start + len(answer), _VALUE_LIKE_RE, bounds=bounds, commas=bare)
+    others = _VALUE_LIKE_RE if _VALUE_LIKE_RE.fullmatch(answer.strip(" ,;:.")) else _NOTHING_RE  # a formula has values in it
+    return start >= 0 and is_hedged(sentence, start, start + len(answer), others, bounds=bounds, commas=bare)
 
 
 def _without_reason(sentence: str) -> str:

@@ -1,5 +1,5 @@
-r"""The rule for hedges, of all verifiers that look for one answer in prose: an answer that names more than was asked, denies
-what it names, or only bounds it, is no answer.
+r"""The rule for hedges, of all verifiers that look for one answer in prose: an answer that names more than was asked,
+denies what it names, or only bounds it, is no answer.
 
     is_hedged("it is 3, or maybe 4", 6, 7, re.compile(r"[0-9]+"))  → True: 4 is offered as well
     is_hedged("5 is wrong", 0, 1, …)           → True
@@ -10,31 +10,36 @@ nothing else ("perhaps 5"), which is an answer.
 """
 
 import re
-import unicodedata
 
 _JOINING = (
-    "or and nor xor but be versus vs maybe perhaps possibly probably also even though although alternatively alternative otherwise"
-    " else to through thru till until plus both either too again unless if could might may be likely option choice answer the"
-    " a an value number first second other up down oder und ou et o y aut или и 或 和 或者 または"
+    "or and nor xor but be versus vs maybe perhaps possibly probably also even though although alternatively"
+    " alternative otherwise else resp respectively possibility possible candidate guess to through thru till until"
+    " plus both either too again unless if could might may be likely option choice answer the a an value number"
+    " first second other up down oder und ou et o y aut или и 或 和 或者 または"
 )
 _PHRASES = (
     r"(?:if|unless)\s+(?:that|this|it)(?:['’]s|\s+is)?(?:\s+(?:wrong|right|false|incorrect))?|(?:along|together)\s+with"
-    r"|as\s+well\s+as|just\s+kidding"
+    r"|as\s+well\s+as|just\s+kidding|or\s+so|it\s+(?:may|might|could)\s+(?:also\s+)?be|or\s+(?:is|was)\s+it"
 )
 _WORD = f"{_PHRASES}|{'|'.join(sorted(map(re.escape, _JOINING.split()), key=len, reverse=True))}"
-_COMMAND = r"\\(?:[,;:! ()\[\]{}]|(?:text|textbf|mathrm|mathbf|boxed|quad|qquad|lor|vee|land|wedge|to|mid|[lr]?dots|cdots|ne|neq|implies|iff"
-_COMMAND += r"|(?:long)?(?:left)?rightarrow|Rightarrow)(?![A-Za-z])\s*\{?)"
+_COMMAND = r"\\(?:[,;:! ()\[\]{}]|(?:text|textbf|mathrm|mathbf|boxed|quad|qquad|lor|vee|land|wedge|to"
+_COMMAND += r"|mid|[lr]?dots|cdots|ne|neq|implies|iff|(?:long)?(?:left)?rightarrow|Rightarrow)(?![A-Za-z])\s*\{?)"
 _JOINT_RE = re.compile(
-    rf"(?:{_COMMAND}|[A-Za-z]\s*=|[\s,;:/|&?!.…()\[\]{{}}$*_\"'`’<>≠≥≤→⇒–—-]|(?<![^\W_])(?:{_WORD})(?![^\W_]))*", re.IGNORECASE
+    rf"(?:{_COMMAND}|[A-Za-z]\s*=|[\s,;:/|&?!.…~()\[\]{{}}$*_\"'`’<>≠≥≤→⇒–—-]|(?<![^\W_])(?:{_WORD})(?![^\W_]))*",
+    re.IGNORECASE,
 )
-_JOINING_WORD_RE = re.compile(rf"(?<![^\W_])(?:{_WORD})(?![^\W_])|[/|&?!;(\[…→⇒–—-]|\.\.|\\[a-z]{{2,}}", re.IGNORECASE)
+_JOINING_WORD_RE = re.compile(rf"(?<![^\W_])(?:{_WORD})(?![^\W_])|[/|&?!;~(\[…→⇒–—-]|\.\.|\\[a-z]{{2,}}", re.IGNORECASE)
 _MAX_JOINT = 48  # characters between two values that are joined
-_FILLER = r"(?:\s+(?:be|is|it|its|equal|to|just|only|the|an?|actually|really|exactly|simply|possibly|number|value|answer|option|choice))*"
+_FILLER = (
+    r"(?:\s+(?:be|is|it|its|equal|to|just|only|the|an?|actually|really|exactly|simply|possibly|number|value|answer"
+)
+_FILLER += r"|option|choice))*"
 _OPENING = r"[\s*_\"'`$({\[]*(?:\\(?:text|mathrm|textbf|mathbf|boxed)\s*\{\s*|\\[(\[]\s*)*"
 _DENIED_BEFORE_RE = re.compile(
     rf"(?:(?<![^\W_])(?:not|never|neither|nor|cannot|none(?:\s+of\s+(?:them|these|those|the\s+above))?,?|nicht|pas|nie"
     r"|(?:any|every|all|some|no)(?:thing|one|body|\s+numbers?|\s+values?|\s+options?|\s+letters?)?(?:\s+else)?\s+(?:but|except|besides"
     r"|other\s+than|save)|except(?:\s+for)?|excluding|besides|without|other\s+than|instead\s+of|unlike|opposite\s+of|negation\s+of"
+    r"|(?:rul|exclud|reject|eliminat|discard|dismiss|avoid)(?:e|es|ed|ing|s)?(?:\s+out)?"
     r"|rather\s+(?:[^\s.;]+\s+)?than|if\s+not\s+[^\s;]+\s+then|wrong(?:\s+answer)?|non-?|un-)"
     rf"|n['’]t){_FILLER}{_OPENING}\Z|(?:(?<![\w)])!|≠|¬|\\(?:neq?|neg|lnot)(?![A-Za-z]))\s*\Z",
     re.IGNORECASE,
@@ -45,7 +50,7 @@ _WEAKENED_AFTER_RE = re.compile(
     r"|(?:is|was|are|ca|wo|could|should|would|do|does)n['’]t\b|cannot\b"
     r"|[,;.…\s(]*or\s+(?:something|more|less|fewer|higher|lower|greater|larger|smaller|above|below|over|under|up|upwards?"
     r"|whatever|another|others?|else|not|anything|any)\b|[,\s]*and\s+(?:up|upwards?|above|below|over|more|less)\b(?!\s+[a-z])"
-    r"|[,;\s(]*(?:unless|±|\+/-|\\pm(?![A-Za-z])))",
+    r"|[,;\s(]*(?:unless|if\b(?=[^.\n]*\b(?:else|otherwise)\b)|±|\+/-|\\pm(?![A-Za-z])))",
     re.IGNORECASE,
 )
 _BOUND_BEFORE_RE = re.compile(
@@ -56,34 +61,20 @@ _BOUND_BEFORE_RE = re.compile(
 )
 LETTER = re.compile(r"(?<![A-Za-z0-9$\\{^_'’])[A-J](?![A-Za-z0-9'’])")
 _INTRODUCED_RE = re.compile(
-    r"(?:(?<![^\W_])(?:is|are|be|get|equals?|answers?|either|(?:one|any|some|all|both|each)\s+of)|[=:({\[])\s*\Z", re.IGNORECASE
+    r"(?:(?<![^\W_])(?:is|are|be|get|equals?|answers?|either|(?:one|any|some|all|both|each)\s+of)|[=:({\[])\s*\Z",
+    re.IGNORECASE,
 )
 _FACTOR_BEFORE_RE = re.compile(r"[/^*×·_]\s?\Z")
 _FACTOR_AFTER_RE = re.compile(r"\s*[+*×·^=]|/")
 
 
-def without_marks(text: str) -> str:
-    """The text without characters that cannot be seen and without marks joined to other characters: soft hyphens, zero-width
-    spaces, direction marks, variation selectors, tags, fillers, accents of no letter. A letter and its accents are one."""
-    if text.isascii():
-        return text
-    return "".join(c for c in unicodedata.normalize("NFKC", text) if is_visible(c))
-
-
-def is_visible(char: str) -> bool:
-    """Whether a character adds something to see: not a mark joined to the one before, nor one that nobody sees."""
-    return char.isascii() or (unicodedata.category(char) not in _JOINED and char not in _BLANK)
-
-
-_JOINED = ("Mn", "Me", "Cf", "Cc", "Cs", "Cn", "Co")
-_BLANK = "\u115f\u1160\u17b4\u17b5\u2800\u3164\uffa0"  # fillers, which have the category of letters and signs
-
-
-def is_hedged(text: str, start: int, end: int, value: re.Pattern[str], *, bounds: bool = True, commas: bool = True) -> bool:
+def is_hedged(
+    text: str, start: int, end: int, value: re.Pattern[str], *, bounds: bool = True, commas: bool = True
+) -> bool:
     """Whether the value at start:end of a sentence is denied, bounded, or joined to another one.
 
-    value: what a value looks like. bounds, commas: whether "at least 5" and "3, 5" are hedges; they are in an answer, and
-    need not be in the last sentence of a text.
+    value: what a value looks like. bounds, commas: whether "at least 5" and "3, 5" are hedges; they are in an answer,
+    and need not be in the last sentence of a text.
     """
     before, after = text[max(0, start - 80) : start], text[end : end + 120]
     if _DENIED_BEFORE_RE.search(before) or _WEAKENED_AFTER_RE.match(after):
@@ -111,7 +102,9 @@ def _nearest(value: re.Pattern[str], text: str, start: int, end: int | None = No
 
 def _is_another(own: str, other: re.Match[str], text: str) -> bool:
     """Whether a value is not the same one, as 60% is 0.6, nor a part of a formula."""
-    if _FACTOR_BEFORE_RE.search(text, max(0, other.start() - 3), other.start()) or _FACTOR_AFTER_RE.match(text, other.end()):
+    if _FACTOR_BEFORE_RE.search(text, max(0, other.start() - 3), other.start()) or _FACTOR_AFTER_RE.match(
+        text, other.end()
+    ):
         return False
     left, right = _plain(own), _plain(other[0])
     try:

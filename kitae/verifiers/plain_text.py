@@ -15,9 +15,12 @@ from decimal import MAX_EMAX, MIN_EMIN, Context, Decimal
 from functools import lru_cache
 from typing import Any, Literal
 
+from kitae.data.boxes import last_boxed
 from kitae.types import Score
+from kitae.verifiers.final_answer import boxed_answer
 from kitae.verifiers.hedges import is_hedged
 from kitae.verifiers.math.units import MAGNITUDES
+from kitae.verifiers.visible_text import spaced, tokens
 
 _NUMBER = (
     r"(?:(?<![A-Za-z0-9)\]}])[-+\u2212])?+"  # a sign, but not the minus of 5-3
@@ -45,7 +48,8 @@ _WENT_BEFORE_RE = re.compile(  # what precedes such a number: x^3, \frac{2}{3}, 
 _REASON_RE = re.compile(r"[0-9%](?:\s[A-Za-z]+){0,3}?,?\s\(?(?:because|since|that is|i\.e\.)(?!\w)")
 _EXPONENT_RE = re.compile(r"[A-Za-z}][\^_]\{?-?\Z")  # before the 2 of m^2
 _NO_NUMBER_RE = re.compile(  # 12:30, not 12
-    r"(?<![0-9])[0-9]{1,2}:[0-9]{2}(?![0-9])|(?:(?<!\bif )\b(?:not|never|nicht|pas|rather\s+than|instead\s+of)|n['\u2019]t)\b"
+    r"(?<![0-9])[0-9]{1,2}:[0-9]{2}(?![0-9])"
+    r"|(?:(?<!\bif )\b(?:not|never|nicht|pas|rather\s+than|instead\s+of)|n['\u2019]t)\b"
     rf"(?:\s++(?:be|is|equal|to|just|only|the|a)\b)*+\s++{_NUMBER}",
     re.IGNORECASE,
 )
@@ -60,19 +64,19 @@ _LATEX_COMMA_RE = re.compile(r"(?<=[0-9])(?:\{,\}|,\\!|\\[,;: ])(?=[0-9]{3}(?![0
 _WORD_RE = re.compile(r"[A-Za-z]{2}")
 _SHORT = 60  # characters of a response that is an answer rather than a solution
 _MARK_REACH = 200  # characters after a mark that can belong to its answer
-_SENTENCE_END_RE = re.compile(r"\n|[.?](?=\s|$)(?![.\s]*(?i:or|alternatively|otherwise|unless|if (?:that|this|it|not))\b)")
+_SENTENCE_END_RE = re.compile(
+    r"\n|[.?](?=\s|$)(?![.\s]*(?i:or|alternatively|otherwise|unless|if (?:that|this|it|not))\b)"
+)
 _PLAIN = str.maketrans({"\u2212": "-"} | dict.fromkeys("+\\$€£¥"))
 _EXACT = Context(prec=10_000, Emax=MAX_EMAX, Emin=MIN_EMIN, traps=[])
 
 _THOUSANDS_COMMA_RE = re.compile(r"(?<=[0-9]),(?=[0-9]{3}(?![0-9]))")
 _DELETED_RE = re.compile(r"['\u2019\u02bc`]|\.(?![0-9])")  # don't = dont, U.S. = US; but 3.5 is not 35
-_SOLITARY = (  # scripts written without spaces: one character is one token
-    r"\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u31f0-\u31ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
-    r"\U00020000-\U0003ffff"
-)
-_TOKEN_RE = re.compile(rf"[{_SOLITARY}]|[^\s{_SOLITARY}]+")
-
 _CYRILLIC_RE = re.compile(r"(?<![^\W_])[АВСЕавсе](?![^\W_])")  # typed on another keyboard
+_MARKUP_RE = re.compile(r"</?(?!answer>)[A-Za-z][^<>\n]{0,100}>")
+_CIRCLED = {  # Ⓑ, ⓑ, 🅑, 🄱, 🅱
+    start + place: chr(65 + place) for start in (0x24B6, 0x24D0, 0x1F150, 0x1F130, 0x1F170) for place in range(26)
+}
 _LATIN = str.maketrans("АВСЕавсе", "ABCEabce")
 _WORDLIKE = r"A-Za-z0-9\u00c0-\u024f\u0400-\u04ff"
 _LETTER = rf"(?P<NAME>[LETTERS])(?![{_WORDLIKE}]|['\u2019-][{_WORDLIKE}])"
@@ -263,7 +267,8 @@ def choice(
         )
     if pick not in ("last", "first"):
         return Score.error(f"pick must be 'last' or 'first', got {pick!r}")
-    text = _CYRILLIC_RE.sub(lambda c: c[0].translate(_LATIN), after_thought(response))
+    text = _MARKUP_RE.sub(" ", spaced(after_thought(response)).translate(_CIRCLED))
+    text = _CYRILLIC_RE.sub(lambda c: c[0].translate(_LATIN), text)
     got = _chosen_letter(text, letters.upper(), pick)
     return Score(float(got == want), detail=f"chose {got}" if len(got) == 1 else got)
 
@@ -279,11 +284,6 @@ def inside_tag(text: str, name: str) -> str | None:
     end = text.rfind(f"</{name}>")
     start = text.rfind(f"<{name}>", 0, max(end, 0))
     return text[start + len(name) + 2 : end].strip() if end >= 0 and start >= 0 else None
-
-
-def tokens(text: str) -> list[str]:
-    """Words, and single characters of scripts without spaces: `"go 東京"` → `["go", "東", "京"]`."""
-    return _TOKEN_RE.findall(text)
 
 
 def _answers(reference: Any) -> list[str]:
@@ -472,7 +472,9 @@ def _reference_number(text: str) -> Decimal | None:
 
 def final_number(text: str) -> Decimal | None:
     """The number that `number` reads in a response, or None."""
-    text = after_thought(text)
+    text = spaced(after_thought(text))
+    if r"\boxed" in text and (boxed := boxed_answer(text)) != last_boxed(text):  # several, side by side
+        return _first_number(boxed or "")
     text = _LATEX_COMMA_RE.sub(",", inside_tag(text, "answer") or text)
     for answer in marked_answers(text):
         if any(map(str.isdigit, answer)):
@@ -482,7 +484,7 @@ def final_number(text: str) -> Decimal | None:
 
 def only_number(text: str) -> Decimal | None:
     """The number that is the whole text, or None."""
-    match = _ONLY_NUMBER_RE.fullmatch(text.strip())
+    match = _ONLY_NUMBER_RE.fullmatch(spaced(text).strip())
     return None if match is None or _is_list(match[1]) else _decimal(match[1])
 
 
@@ -510,7 +512,7 @@ def _last_number(text: str) -> Decimal | None:
 
 
 def _is_hedge(text: str, number: re.Match[str]) -> bool:
-    """Whether the sentence of a number denies it or has another one instead; an answer alone may not bound it either."""
+    """Whether the sentence of a number denies it or has another one instead, or an answer alone bounds it."""
     begin, place = max(0, number.start() - _MARK_REACH), number.start()
     around = text[begin : number.end() + _MARK_REACH]
     ends = [found.span() for found in _SENTENCE_END_RE.finditer(around)]

@@ -16,16 +16,20 @@ from typing import Any, Literal, NamedTuple
 
 from kitae.data.boxes import last_boxed
 from kitae.types import Score
+from kitae.verifiers.hedges import joins
 from kitae.verifiers.plain_text import after_thought, inside_tag
 
 _KNIGHTS = "knights? truth-?tellers?"
 _KNAVES = "knaves? liars?"
 _MARK_RE = re.compile(r"\b(?:conclusion|(?:final\s+)?answer|solution)[\s*_#]*(?:\b(?:is|are)\b|[:：])", re.IGNORECASE)
 _NOT_BEFORE_RE = re.compile(
-    r"(?:(?:^|[^\w])(?:not|never|neither)|n['’]t)(?:\s+(?:a|an|the|actually|really))*\s*$", re.IGNORECASE
+    r"(?:(?:^|[^\w])(?:not|never|neither|nor|no|hardly|scarcely|barely|far\s+from|opposite\s+of|anything\s+but|other\s+than|rather\s+than"
+    r"|instead\s+of|unlike)|n['’]t|(?<!\w)non-?)(?:\s+(?:a|an|the|actually|really))*\s*$",
+    re.IGNORECASE,
 )
 _LETTERS = r"A-Za-z\u00c0-\u024f\u0400-\u04ff"
 _SUPPOSED = r"\b(?:if|suppose|supposing|assum\w+|would|could|might|either|whether)\b|\?"
+_SUPPOSED += r"|\b(?:false|untrue|not\s+true|wrong|not\s+the\s+case|impossible|doubt|deny)\b"
 _SUPPOSED_RE = re.compile(_SUPPOSED, re.IGNORECASE)
 _UNSURE_RE = re.compile(rf"\b(?:says?|said|claims?|claimed)\b|{_SUPPOSED}", re.IGNORECASE)
 _REASON_RE = re.compile(r"\b(?:because|since)\b", re.IGNORECASE)
@@ -35,6 +39,8 @@ _LIST_GAP_RE = re.compile(r"[\s,&*_|]*(?:and|respectively)?[\s,&*_|]*(?:an?|the)
 _HEADING_RE = re.compile(r"[\s*_]*(?:[:=]|[-–—](?=\s)|\b(?:are|is)\b)")
 _OR_RE = re.compile(r"\s*(?:/|\bor\b)\s*(?:an?\s+)?", re.IGNORECASE)
 _TAIL = 20_000  # characters at the end of a response that are read
+_SHORT = 200  # characters of a response that is an answer rather than a solution
+_STRUCK_RE = re.compile(r"~~[^~\n]*~~")
 _MARKS = 8  # so many of the last marks are looked at
 
 
@@ -50,12 +56,13 @@ def knights_knaves(
     """1 where the response says of everybody, and rightly, whether they are a knight or a knave.
 
     The reference is a text that says so ("Alice is a knight, Bob is a knave"), or a mapping of names to "knight" or
-    "knave", or to true for knights. With `credit` "share" the value is the share of people who are right. The reader
-    understands English sentences, lists, tables, JSON, "Knights: Alice, Carol", "Alice and Bob are knaves", "not a
-    knight" and "respectively"; `knight` and `knave` add words of your own ("sage", "fool"). In a marked answer, saying
-    both of one person is wrong; without a mark the last statement counts. Clauses with "if", "suppose" or "says" are
-    passed over: all of the sentence but what comes before "because" or, after "says", behind "but". Components: right
-    and answered, as shares of the people. Not covered: other languages, pronouns, "everyone", "the others".
+    "knave", or to true for knights. With `credit` "share" the value is the share of people who are right. The
+    reader understands English sentences, lists, tables, JSON, "Knights: Alice, Carol", "Alice and Bob are knaves",
+    "not a knight" and "respectively"; `knight` and `knave` add words of your own ("sage", "fool"). Saying both of
+    one person is wrong in one clause, in a marked answer and in a short one; otherwise the last statement counts.
+    Clauses with "if", "suppose" or "says" are passed over: all of the sentence but what comes before "because" or,
+    after "says", behind "but". Components: right and answered, as shares of the people. Not covered: other
+    languages, pronouns, "everyone", "the others".
     """
     if credit not in ("all", "share"):
         return Score.error(f"credit must be 'all' or 'share', got {credit!r}")
@@ -65,8 +72,9 @@ def knights_knaves(
         return Score.error(f"the reference of 'knights_knaves' must say who is a knight or a knave, got {shown!r}")
     roles: dict[str, bool | None] = {}
     for text, marked in _final_parts(response):
-        for name, role in _statements(text, tuple(people), knight, knave):
-            roles[name] = None if marked and roles.get(name, role) is not role else role
+        final = marked or len(text.strip()) <= _SHORT
+        for name, role in _statements(_STRUCK_RE.sub(" ", text), tuple(people), knight, knave):
+            roles[name] = None if final and roles.get(name, role) is not role else role
         if roles:
             break
     right = [name for name, role in people.items() if roles.get(name) is role]
@@ -94,7 +102,7 @@ def countdown(
         return Score.error(f"the reference of 'countdown' must give numbers and a target, got {str(reference)[:100]!r}")
     numbers, target = task
     problem = "no expression in the response"
-    for candidate in _expressions(response):
+    for candidate, alone in _expressions(response):
         try:
             value, used = _solution(candidate)
         except _NotAnExpression as error:
@@ -104,6 +112,8 @@ def countdown(
         if extra and _BARE_RE.fullmatch(candidate) and value == target:
             problem = "the target, but no expression for it"
             continue
+        if not alone:
+            return _missed("more than one expression")
         if extra:
             return _missed(f"uses {_listed(extra)}, which is not left")
         if use_all and unused:
@@ -193,8 +203,8 @@ def _role_pattern(knight: str, knave: str) -> re.Pattern[str]:
     return re.compile(rf"(?<![{_LETTERS}])(?:{roles})(?![{_LETTERS}])", re.IGNORECASE)
 
 
-def _statements(text: str, people: tuple[str, ...], knight: str, knave: str) -> Iterator[tuple[str, bool]]:
-    """Every (name, is a knight) that a text states, in its order."""
+def _statements(text: str, people: tuple[str, ...], knight: str, knave: str) -> Iterator[tuple[str, bool | None]]:
+    """Every (name, is a knight) that a text states, in its order; None where it states both."""
     heading: bool | None = None  # the role of the list of names that we are in
     for sentence in _SENTENCE_RE.split(text):
         clauses = [sentence] if not _UNSURE_RE.search(sentence) else list(_sure_clauses(sentence))
@@ -259,15 +269,17 @@ def _runs(words: Sequence[_Word]) -> Iterator[tuple[list[_Word], list[_Word]]]:
     yield names, roles
 
 
-def _assigned(sentence: str, names: list[_Word], roles: list[_Word]) -> Iterator[tuple[str, bool]]:
+def _assigned(sentence: str, names: list[_Word], roles: list[_Word]) -> Iterator[tuple[str, bool | None]]:
     gaps = [sentence[left.end : right.start] for left, right in pairwise(roles)]
     if any(_OR_RE.fullmatch(gap) for gap in gaps):
         return
     if len(roles) == len(names) > 1 and all(_LIST_GAP_RE.fullmatch(gap) for gap in gaps):
         pairs = zip(names, roles, strict=True)
     else:
-        pairs = zip(names, [roles[0]] * len(names), strict=True)
-    yield from ((name.name, role.role) for name, role in pairs if name.name is not None and role.role is not None)
+        both = any(a.role is not b.role and joins(gap) for (a, b), gap in zip(pairwise(roles), gaps, strict=True))
+        yield from ((name.name, None if both else roles[0].role) for name in names if name.name is not None)
+        return
+    yield from ((name.name, role.role) for name, role in pairs if name.name is not None)
 
 
 # Countdown
@@ -303,6 +315,7 @@ _PLAIN = str.maketrans(
 _TOKEN_RE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?|[-+*/()])")
 _ARITHMETIC_RE = re.compile(r"[-+*/()=.\s0-9]+")
 _OPERATOR_RE = re.compile(r"[-+*/=]")
+_FOREIGN_OPERATOR_RE = re.compile(r"[0-9)]\s*[%^!√]\s*[0-9(]")
 _DIGIT_RE = re.compile(r"[0-9]")
 _BARE_RE = re.compile(r"-?[0-9]+(?:\.[0-9]+)?")
 _DECORATION = " \t\r*_`$.,;:!\"'"
@@ -335,8 +348,9 @@ def _countdown_task(reference: Any, context: Mapping[str, Any]) -> tuple[Counter
         return None
 
 
-def _expressions(response: str) -> Iterator[str]:
-    """Texts that may be the final expression, the likeliest first: of a marked part the first line, else the last."""
+def _expressions(response: str) -> Iterator[tuple[str, bool]]:
+    """Texts that may be the final expression, the likeliest first: of a marked part the first line, else the last. And
+    whether it is the only one on its line."""
     for text, marked in _final_parts(response):
         lines = [line for line in _plain(text).splitlines() if line.strip()]
         for line in lines[:_LINES] if marked else reversed(lines[-_LINES:]):
@@ -355,12 +369,24 @@ def _plain(text: str) -> str:
     return text.translate(_PLAIN)
 
 
-def _arithmetic(line: str) -> Iterator[str]:
+def _arithmetic(line: str) -> Iterator[tuple[str, bool]]:
     """The whole line where it is arithmetic, or else the parts of it that are and have an operator, longest first."""
-    pieces = [piece.strip(_DECORATION) for piece in _ARITHMETIC_RE.findall(line)]
+    found = [piece for piece in _ARITHMETIC_RE.finditer(line) if _DIGIT_RE.search(piece[0])]
+    pieces = [piece[0].strip(_DECORATION) for piece in found]
+    alone = len({piece for piece in pieces if _OPERATOR_RE.search(piece) and not _is_step(piece)}) <= 1
+    alone = alone and not any(joins(line[left.end() : right.start()]) for left, right in pairwise(found))
+    alone = alone and not _FOREIGN_OPERATOR_RE.search(line)
     if pieces != [line]:
         pieces = sorted((p for p in pieces if _OPERATOR_RE.search(p)), key=len, reverse=True)
-    yield from (p for p in pieces if len(p) <= _MAX_EXPRESSION and _DIGIT_RE.search(p))
+    yield from ((p, alone) for p in pieces if len(p) <= _MAX_EXPRESSION)
+
+
+def _is_step(piece: str) -> bool:
+    """Whether it is a true equation, such as 3 * 7 = 21, which may stand beside the solution."""
+    try:
+        return "=" in piece and len(piece) <= _MAX_EXPRESSION and _solution(piece)[0] is not None
+    except _NotAnExpression:
+        return False
 
 
 def _solution(text: str) -> tuple[Fraction | None, Counter[Fraction]]:
@@ -369,6 +395,8 @@ def _solution(text: str) -> tuple[Fraction | None, Counter[Fraction]]:
     sides = [side for side in sides if side]
     if not sides:
         raise _NotAnExpression("no expression in the response")
+    if any(_BARE_RE.fullmatch(side) for side in sides[1:-1]):
+        raise _NotAnExpression("an equation that goes on behind its value")
     values = {_evaluate(_lex(side)) for side in sides}
     solution = next((side for side in sides if not _BARE_RE.fullmatch(side)), sides[0])
     used = Counter(Fraction(token) for token in _lex(solution) if token[0].isdigit())

@@ -8,20 +8,25 @@ import json
 import math
 import re
 import unicodedata
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
 from kitae.types import Score
-from kitae.verifiers.plain_text import after_thought, tokens
+from kitae.verifiers.bounded_schema import TooMuchToCheck, bounded, limited_work
+from kitae.verifiers.plain_text import after_thought
+from kitae.verifiers.visible_text import has_content, said_words, visible
 
 _TAG_NAME_RE = re.compile(r"[A-Za-z_][\w.-]*")
 _FENCE_RE = re.compile(r"```[^\n`]*\n(.*?)```", re.DOTALL)
 _OPENING_RE = re.compile(r"[{\[]")
 _JSON_EFFORT = 4_000_000  # characters to read in the search for JSON, because nested brackets would make it quadratic
-_LONG_WORD = 32  # characters; a longer one is no word, and is split into letters
 _NOT_PROSE_RE = re.compile(r"```.*?```|`[^`\n]*`|\$\$.*?\$\$|\$[^$\n]*\$|https?://\S+|</?[A-Za-z_]\w*>", re.DOTALL)
+_TAG_RE = re.compile(r"</?[A-Za-z]\w{0,30}>")
+_COMMAND_RE = re.compile(r"\\[A-Za-z]+|^`{1,3}\w*\n")
+_SENTENCE_RE = re.compile(r"[^\W\d_]+(?:['’-][^\W\d_]+)?(?:[ \t,.;:!?'’-]+[^\W\d_]+){4,}")  # five words or more
+_FOREIGN_RE = re.compile(r"[^\W\d_a-zA-Z\u00c0-\u024f\u0370-\u03ff]+")  # in letters that code and formulas do not use
 _FEW_LETTERS = 20  # with fewer, a guess of the language is unreliable
 
 
@@ -40,7 +45,8 @@ def tags(
     `names` are the tags in their order. With `partial` the value is the mean of the components: once (share of tags
     opened and closed exactly once), order (0 or 1, where all are there once), filled (share with text inside) and
     alone (no text outside). `outside` allows text around the tags. `prefix` is what the chat template has already
-    written of the response, such as "<think>". Tags have no attributes; upper and lower case differ.
+    written of the response, such as "<think>". Tags have no attributes; upper and lower case differ. What cannot be
+    seen is no text, be it spaces without width, entities or empty markup.
     """
     wanted = names.split()
     if not wanted or len(set(wanted)) < len(wanted) or not all(map(_TAG_NAME_RE.fullmatch, wanted)):
@@ -49,9 +55,9 @@ def tags(
     spans = {name: _span(text, name) for name in wanted}
     found = [span for span in spans.values() if span is not None]
     borders = [position for span in found for position in span]
-    filled = [span for span in found if text[span[1] : span[2]].strip()]
+    filled = [span for span in found if has_content(text[span[1] : span[2]])]
     ordered = len(found) == len(wanted) and borders == sorted(borders)
-    alone = outside or not _around(text, found).strip()
+    alone = outside or not visible(_around(text, found)).strip()
     components = {
         "once": len(found) / len(wanted),
         "order": float(ordered),
@@ -81,9 +87,12 @@ def json_schema(
     if found is None:
         return Score(0.0, {"parsed": 0.0, "valid": 0.0}, detail="no JSON in the response")
     try:
-        problem = next(iter(loaded.iter_errors(found[0])), None)
+        with limited_work():
+            problem = next(iter(loaded.iter_errors(found[0])), None)
     except RecursionError:
         return Score(0.0, {"parsed": 1.0, "valid": 0.0}, detail="the JSON is nested too deeply")
+    except TooMuchToCheck as error:
+        return Score(0.0, {"parsed": 1.0, "valid": 0.0}, detail=f"the JSON takes too long to check: {error}")
     except Exception as error:  # jsonschema has no common base for references that lead nowhere
         return Score.error(f"the schema of 'json_schema' cannot be applied: {type(error).__name__}: {error}")
     if problem is not None:
@@ -106,9 +115,10 @@ def length(
 ) -> Score:
     """1 from `at_least` to `at_most` units; falling to 0 at `limit` (by default twice `at_most`) and towards 0 units.
 
-    `shape` says how: along a line, or along half a cosine, which is gentle at both ends. Words are those between
-    spaces, and single characters of scripts without spaces. Tokens are those of `tokenizer`: a tokenizer.json or the
-    folder that holds one. The component is the length itself.
+    `shape` says how: along a line, or along half a cosine, which is gentle at both ends. Only what can be seen
+    counts. Words have a letter or a digit and stand between spaces (more than four joined by other signs are
+    several), and single characters of scripts without spaces are words. Several spaces are one character. Tokens
+    are those of `tokenizer`: a tokenizer.json or the folder that holds one. The component is the length itself.
     """
     end = limit or 2 * at_most
     if not (0 <= at_least <= at_most < end):
@@ -130,12 +140,13 @@ def length(
 def repetition(response: str, reference: Any, context: Mapping[str, Any], *, n: int = 4, allowed: float = 0.0) -> Score:
     """1 less the share of word n-grams that the response has already said before; up to `allowed` is free.
 
-    Words are lower-cased; in scripts without spaces, and in "words" of more than 32 characters, each character is
-    one. A response too short for two n-grams repeats nothing. The component is the share.
+    Words are lower-cased and without markup, accents and the marks around them; in scripts without spaces, and in
+    "words" of more than 32 letters, each character is one. A response too short for two n-grams repeats nothing.
+    The component is the share.
     """
     if n < 1 or not 0 <= allowed < 1:
         return Score.error(f"n must be at least 1 and allowed from 0 to below 1, got {n} and {allowed}")
-    words = list(_units(response.casefold()))
+    words = said_words(visible(_TAG_RE.sub(" ", response)).casefold())
     grams = [tuple(words[i : i + n]) for i in range(len(words) - n + 1)]
     share = 1 - len(set(grams)) / len(grams) if grams else 0.0
     return Score(1 - max(0.0, share - allowed) / (1 - allowed), {"repeated": share})
@@ -152,15 +163,17 @@ def language(
 ) -> Score:
     """The share of letters that are in the expected script; with `language`, times how likely it is that.
 
-    `script` is the first word of a character's Unicode name: latin, cyrillic, greek, arabic, hebrew, devanagari, cjk,
-    hiragana, katakana, hangul, thai …; several separated by spaces. `language` ("de", "zh-cn") is guessed by the
-    optional `langdetect` where there are at least 20 letters. With a `threshold` the value is 1 from there on and 0
-    below. Code in backticks, formulas in $…$, links and tags do not count; a response without letters scores 1.
+    `script` is the first word of a character's Unicode name: latin, cyrillic, greek, arabic, hebrew, devanagari,
+    cjk, hiragana, katakana, hangul, thai …; several separated by spaces. `language` ("de", "zh-cn") is guessed by
+    the optional `langdetect` where there are at least 20 letters. With a `threshold` the value is 1 from there on
+    and 0 below. Code in backticks, formulas in $…$, links and tags do not count, but letters of other scripts than
+    Latin and Greek count everywhere, and so does what is prose rather than code. A response without letters scores
+    1.
     """
     expected = frozenset(script.upper().split())
     if not expected or not 0 <= threshold <= 1:
         return Score.error(f"script must name one and threshold be from 0 to 1, got {script!r} and {threshold}")
-    prose = _NOT_PROSE_RE.sub(" ", response)
+    prose = _NOT_PROSE_RE.sub(_prose_within, visible(response))
     letters = [c for c in prose if c.isalpha()]
     share = sum(_script(c) in expected for c in letters) / len(letters) if letters else 1.0
     components = {"script": share}
@@ -171,6 +184,15 @@ def language(
         components["language"] = likely
         share *= likely
     return Score(float(share >= threshold) if threshold else share, components)
+
+
+def _prose_within(match: re.Match[str]) -> str:
+    """What is prose of code, a formula or a link: what is in other letters, and all if most of it is sentences."""
+    inside = _COMMAND_RE.sub(" ", match[0])
+    sentences = " ".join(_SENTENCE_RE.findall(inside))
+    if 2 * len(sentences) > len(inside.strip()):
+        return f" {inside} "
+    return f" {' '.join(_FOREIGN_RE.findall(inside))} "
 
 
 def _span(text: str, name: str) -> tuple[int, int, int, int] | None:
@@ -210,7 +232,7 @@ def _schema(text: str) -> Any:
         kind.check_schema(schema)
     except SchemaError as error:
         return f"the schema of 'json_schema' must be valid: {error.message}"[:500]
-    return kind(schema, registry=Registry())  # an empty registry: nothing is fetched from the network
+    return bounded(kind)(schema, registry=Registry())  # an empty registry: nothing is fetched from the network
 
 
 def _find_json(text: str) -> tuple[Any] | None:
@@ -257,13 +279,23 @@ def _refuse(constant: str) -> Any:
     raise ValueError(f"{constant} is no JSON")
 
 
-_DECODER = json.JSONDecoder(parse_constant=_refuse)
+def _finite(literal: str) -> float:
+    value = float(literal)
+    return value if math.isfinite(value) else _refuse(literal)
+
+
+def _mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    return found if len(found) == len(pairs) else _refuse("an object that has a name twice")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refuse, parse_float=_finite, object_pairs_hook=_mapping)
 
 
 def _size(text: str, unit: str, tokenizer: str) -> int:
     if unit == "tokens":
         return len(_tokenizer(tokenizer).encode(_encodable(text), add_special_tokens=False).ids)
-    return len(tokens(text)) if unit == "words" else len(text)
+    return len(said_words(text)) if unit == "words" else len(" ".join(visible(text).split()))
 
 
 @lru_cache(maxsize=4)
@@ -276,14 +308,6 @@ def _tokenizer(path: str) -> Any:
 
 def _encodable(text: str) -> str:
     return text.encode("utf-8", "replace").decode("utf-8")  # lone surrogates have no UTF-8
-
-
-def _units(text: str) -> Iterator[str]:
-    for word in tokens(text):
-        if len(word) > _LONG_WORD:
-            yield from word
-        else:
-            yield word
 
 
 @lru_cache(maxsize=4096)

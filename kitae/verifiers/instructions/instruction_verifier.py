@@ -15,6 +15,7 @@ from kitae.types import Score
 from kitae.verifiers.instructions.ifbench import IFBENCH
 from kitae.verifiers.instructions.ifeval import IFEVAL
 from kitae.verifiers.instructions.instruction_arguments import BadArgument, bind
+from kitae.verifiers.visible_text import visible
 
 KINDS = IFEVAL | IFBENCH
 
@@ -37,7 +38,7 @@ def instructions(
         return Score.error(f"the option mode of 'instructions' must be 'strict' or 'loose', got {mode!r}")
     if reward not in ("all", "fraction"):
         return Score.error(f"the option reward of 'instructions' must be 'all' or 'fraction', got {reward!r}")
-    texts = [text for text in (_variants(response) if mode == "loose" else [response]) if text.strip()]
+    texts = [text for text in (_variants(response) if mode == "loose" else [response]) if visible(text).strip()]
     verdicts: dict[str, float] = {}
     try:
         for id, arguments in _instructions(reference):

@@ -11,6 +11,7 @@ import unicodedata
 from functools import lru_cache
 
 from kitae.verifiers.hedges import LETTER, is_hedged
+from kitae.verifiers.visible_text import spaced
 
 _UNICODE = str.maketrans(
     {
@@ -25,9 +26,10 @@ _UNICODE = str.maketrans(
         "⅕": r"\frac{1}{5}", "⅖": r"\frac{2}{5}", "⅗": r"\frac{3}{5}", "⅘": r"\frac{4}{5}", "⅙": r"\frac{1}{6}",
         "⅚": r"\frac{5}{6}", "⅐": r"\frac{1}{7}", "⅑": r"\frac{1}{9}", "⅒": r"\frac{1}{10}",
         "⅛": r"\frac{1}{8}", "⅜": r"\frac{3}{8}", "⅝": r"\frac{5}{8}", "⅞": r"\frac{7}{8}",
-        "√": r"\sqrt ", "∛": r"\sqrt[3] ", "\u00a0": " ", "\u2009": " ", "\u202f": " ", "、": ",", "\u200b": "",
+        "√": r"\sqrt ", "∛": r"\sqrt[3] ", "\u00a0": " ", "\u2009": " ", "\u202f": " ", "、": ",",
     }
 )  # fmt: skip
+_OVERLINED_RE = re.compile("(?:[0-9][\u0304\u0305])+|[A-Za-z][\u0302\u0304\u0305\u20d7]")
 _SUPERSCRIPT_RE = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ]+")
 _SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ", "0123456789+-n")
 _SUBSCRIPT_RE = re.compile("[₀₁₂₃₄₅₆₇₈₉]+")
@@ -61,17 +63,25 @@ _DOMAIN_RE = re.compile(  # "for all n", "where a, b ∈ ℝ": conditions on the
     r"(?![A-Za-z])[\s$]*[A-Za-z](?:\s*,\s*[A-Za-z])*\s*(?:\\in\s*\\mathbb\s*\{?\s*[NZQRC]\s*\}?[\^+_*>0{}\s]*)?$"
 )
 _REMARK_RE = re.compile(
-    r"(?<=\S)\s*\((?:i\.e\.|(?:since|because|rounded|approximately|about)\b)[^()]*\)$", re.IGNORECASE
+    r"(?<=\S)\s*(?:\\text\s*\{\s*)?\((?:i\.e\.|(?:since|because|rounded|approximately|about|correct\s+to|to\s+[0-9]|[0-9]+\s*"
+    r"(?:d\.?\s?p|s\.?\s?f|sig|dec))\b)[^()]*\)\s*\}?$",
+    re.IGNORECASE,
 )
 _OVER_RE = re.compile(r"(?:\{|^)([^{}]*)\\(over|choose)(?![A-Za-z])([^{}]*)(?:\}|$)")
 _CLOCK_RE = re.compile(r"(?<=[0-9])\s*([AaPp])\.?\s?[Mm](?![A-Za-z])\.?")
+_APOSTROPHE_RE = re.compile(r"(?<=[0-9])['’](?=[0-9]{3}(?![0-9]))")  # 12'345
 _FRAC_RE = re.compile(r"\\[dtc]frac")
+_UNIT_VECTOR_HINT_RE = re.compile(r"\\(?:mathbf|boldsymbol|bm|textbf|hat|widehat|vec|overrightarrow)\b")
+_BOLD = r"\\(?:mathbf|boldsymbol|bm|textbf|hat|widehat|vec|overrightarrow)"
+_UNIT_VECTOR_RE = re.compile(
+    rf"(?:{_BOLD}\s*\{{?\s*)?{_BOLD}\s*(?:\{{\s*)?(?:\\(?=[ij]math))?([ijk])(?:math)?(?![A-Za-z])\s*\}}?(?:(?<=\}})\s*\}})?"
+)
 _DEGREE_RE = re.compile(r"\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![A-Za-z]))|\\(?:degree|deg)(?![A-Za-z])|\^\s*\{\s*o\s*\}")
 TEXT_COMMANDS = (
     r"text|mbox|hbox|textbf|textit|textrm|textsf|texttt|textnormal|mathrm|mathbf|mathit|mathsf|mathcal|operatorname|emph"
     r"|bm|boldsymbol|unit"
 )
-_TEXT_RE = re.compile(rf"\\(?:{TEXT_COMMANDS})\*?\s*\{{([^{{}}]*)\}}")
+TEXT_RE = re.compile(rf"\\(?:{TEXT_COMMANDS})\*?\s*\{{([^{{}}]*)\}}")
 _WORD_RE = re.compile(r"[0-9]+(?:[.,:][0-9]+)*|[^\W\d_]+")
 _FORMULA_RE = re.compile(
     r"[+*/^=<>|_%$€£¥()\[\]{}&]|-(?![A-Za-z]{2})|\\(?!emptyset|varnothing|infty)[A-Za-z]", re.IGNORECASE
@@ -84,7 +94,7 @@ SHORT_WORDS = {  # words, not products of letters
 _SYNONYMS = {
     "nosolutions": "nosolution", "none": "nosolution", "norealsolution": "nosolution", "norealsolutions": "nosolution",
     "therearenosolutions": "nosolution", "emptyset": "nosolution", "empty": "nosolution",
-    "varnothing": "nosolution", "dne": "doesnotexist", "limitdoesnotexist": "doesnotexist",
+    "varnothing": "nosolution", "dne": "doesnotexist", "undefined": "doesnotexist", "limitdoesnotexist": "doesnotexist",
     "allrealnumbers": "allreals", "reals": "allreals", "allreal": "allreals", "realnumbers": "allreals",
     "infinite": "infinitelymany", "infinitelymanysolutions": "infinitelymany",
 }  # fmt: skip
@@ -98,13 +108,16 @@ _CHOICE_START_RE = re.compile(
 def tidy(text: str) -> str:
     """Plain LaTeX: without delimiters, size commands and Unicode signs."""
     if not text.isascii():
-        text = ascii_digits(text).translate(_UNICODE)
+        text = _OVERLINED_RE.sub(_accented, unicodedata.normalize("NFC", text))
+        text = ascii_digits(spaced(text)).translate(_UNICODE)
         text = _SUPERSCRIPT_RE.sub(lambda m: "^{" + m[0].translate(_SUPERSCRIPTS) + "}", text)
         text = _SUBSCRIPT_RE.sub(lambda m: "_{" + m[0].translate(_SUBSCRIPTS) + "}", text)
         text = unicodedata.normalize("NFKC", text)
     if "\\\\" in text and r"\begin" not in text:  # a command whose backslash was escaped
         text = re.sub(r"\\\\(?=[A-Za-z{}])", r"\\", text)
-    text = _DEGREE_RE.sub(r"\\degree ", text.replace("\x08oxed", r"\boxed"))
+    if _UNIT_VECTOR_HINT_RE.search(text):
+        text = _UNIT_VECTOR_RE.sub(lambda m: rf"\vec{{{m[1]}}}", text)
+    text = _DEGREE_RE.sub(r"\\degree ", text.replace("{:}", ":").replace("\x08oxed", r"\boxed"))
     if r"\right" in text and r"\begin" in text:
         text = _SYSTEM_RE.sub(_system, text)
     text = _NOISE_RE.sub(lambda m: m[1] or "", text.replace("**", "^"))
@@ -117,9 +130,11 @@ def tidy(text: str) -> str:
         text = _WIDE_SPACE_RE.sub(", ", text)
     text = _SPACE_RE.sub(lambda m: m[1] or " ", text)
     text = _currency(text).strip()
+    if "'" in text or "’" in text:
+        text = _APOSTROPHE_RE.sub("", text)
     if "all" in text or "where" in text or "every" in text or "any" in text:
         text = _DOMAIN_RE.sub("", text)
-    if text.endswith(")"):
+    if text.endswith((")", ")}")):
         text = _REMARK_RE.sub("", text)
     if "m" in text or "M" in text:
         text = _CLOCK_RE.sub(r" \\text{\1m}", text)
@@ -130,6 +145,12 @@ def tidy(text: str) -> str:
     if text.endswith("\\") and not text.endswith("\\\\"):
         text = text[:-1]
     return text[:-1].rstrip() if text.endswith((".", ",", ";")) and not text.endswith((r"\,", "..")) else text
+
+
+def _accented(match: re.Match[str]) -> str:
+    r"""`0.3̅` → `0.\overline{3}`, `x̂` → `\hat{x}`"""
+    accent = {"\u0302": "hat", "\u20d7": "vec"}.get(match[0][-1], "overline")
+    return rf"\{accent}{{{match[0][::2]}}}"
 
 
 def _system(match: re.Match[str]) -> str:
@@ -168,20 +189,22 @@ def _currency(text: str) -> str:
 @lru_cache(maxsize=2048)
 def text_key(text: str) -> str:
     """A key that is equal for texts that are the same answer."""
-    return re.sub(r"(?<![0-9])\s+|\s+(?![0-9])", "", _TEXT_RE.sub(r"\1", tidy(text))).rstrip(".")
+    return re.sub(r"(?<![0-9])\s+|\s+(?![0-9])", "", TEXT_RE.sub(r"\1", tidy(text))).rstrip(".")
 
 
 def plain_words(text: str) -> str:
     """The letters and digits of a text answer: `"\\text{ The cat.}"` → `"cat"`."""
-    plain = _TEXT_RE.sub(r" \1 ", tidy(text)).casefold()
-    words = (word for word in _WORD_RE.findall(plain) if word not in ("the", "an", "and"))
+    plain = TEXT_RE.sub(r" \1 ", tidy(text)).casefold()
+    words = [word for word in _WORD_RE.findall(plain) if word not in ("the", "an", "and")]
+    if len(words) > 1 and len(words[1]) > 1 and words[0] in ("a", "on", "in", "at", "by"):
+        del words[0]
     joined = "".join(f" {word} " if word[0].isdigit() else word for word in words)
     return _SYNONYMS.get(joined, joined)
 
 
 def are_texts(*texts: str) -> bool:
     """Whether the texts are words rather than formulas: one of them has a word, and none has a sign of a formula."""
-    plain = [_TEXT_RE.sub(r" \1 ", tidy(text)) for text in texts]
+    plain = [TEXT_RE.sub(r" \1 ", tidy(text)) for text in texts]
     words = [word for text in plain for word in _WORD_RE.findall(text)]
     return any(
         not word[0].isdigit() and (len(word) > 3 or word.lower() in SHORT_WORDS or not word.isascii()) for word in words
@@ -190,7 +213,7 @@ def are_texts(*texts: str) -> bool:
 
 def choice_letter(text: str, *, start: bool) -> str | None:
     """The letter of a multiple-choice answer: `"\\text{(B)}"` → `"B"`; with `start`, of "(B) 12 cm" too."""
-    plain = _TEXT_RE.sub(r"\1", tidy(text)).strip()
+    plain = TEXT_RE.sub(r"\1", tidy(text)).strip()
     if (match := _CHOICE_RE.fullmatch(plain)) and (match[1].isupper() or plain[0] in "([" or len(plain) > 3):
         return match[1].upper()
     if start and (found := _CHOICE_START_RE.match(plain)) and "," not in plain[:4]:

@@ -4,17 +4,22 @@
 is why they are all in this file.
 """
 
+import re
+from collections.abc import Iterator
 from fractions import Fraction
 from functools import partial, reduce
+from itertools import permutations
 from math import gcd
 
 from kitae.verifiers.math.cleanup import plain_words
 from kitae.verifiers.math.equality import any_true, rounds_to, same_curve, same_inequalities, same_number
-from kitae.verifiers.math.numbers import NUMBER_CONSTANTS
+from kitae.verifiers.math.numbers import NUMBER_CONSTANTS, Point, to_mp, value_at
 from kitae.verifiers.math.sets import same_real_sets
 from kitae.verifiers.math.tree import (
+    UNKNOWN_FUNCTIONS,
     Node,
     TooBig,
+    Undefined,
     Unreadable,
     is_collection,
     is_name,
@@ -22,10 +27,12 @@ from kitae.verifiers.math.tree import (
     items_of,
     mentions,
     mentions_collection,
+    mentions_sign,
     names_in,
     negated,
     number_node,
     spelled,
+    substituted,
 )
 from kitae.verifiers.math.units import DEGREE, measure_of, scaled
 
@@ -35,9 +42,20 @@ _TEMPERATURES = ((("celsius", 1),), (("fahrenheit", 1),))
 
 def same(gold: Node, got: Node, tolerance: float = 0.0) -> bool | None:
     """Whether two answers are equivalent; each kind of answer has a rule of its own below."""
+    if "whole" in (gold.kind, got.kind):
+        return (gold.kind, gold.value) == (got.kind, got.value) and same(gold.args[0], got.args[0], tolerance)
+    if "vec i" in (vectors := names_in(gold) | names_in(got)) or not vectors.isdisjoint(("vec j", "vec k")):
+        left, right = as_tuple(gold), as_tuple(got)
+        if left is not gold or right is not got:
+            return same(left, right, tolerance)
     if gold.kind == "relation" or got.kind == "relation":
         return _same_relations(gold, got, tolerance)
+    if "family" in (gold.kind, got.kind) and not mentions_sign(gold) and not mentions_sign(got):
+        return _same_families(gold, got, tolerance)
     if "text" in (gold.kind, got.kind):
+        left, right = (_MEANINGS.get(_sense(node) or "", node) for node in (gold, got))
+        if (left, right) != (gold, got):
+            return same(left, right, tolerance)
         return _sense(gold) is not None and _sense(gold) == _sense(got)
     if any(node.kind in ("unit", "percent", "degree") for node in (gold, got)):
         return _same_quantity(gold, got, tolerance)
@@ -45,8 +63,8 @@ def same(gold: Node, got: Node, tolerance: float = 0.0) -> bool | None:
         return _same_collections(gold, got, tolerance)
     if "matrix" in (gold.kind, got.kind):
         return _same_matrices(gold, got, tolerance)
-    if "cases" in (gold.kind, got.kind):
-        return gold.kind == got.kind and _matched(gold.args, got.args, tolerance)
+    if gold.kind == got.kind == "cases":
+        return _matched(gold.args, got.args, tolerance)
     if gold.kind == got.kind == "row":
         return _all_same(gold.args, got.args, tolerance)
     if "based" in (gold.kind, got.kind):
@@ -61,13 +79,95 @@ def same(gold: Node, got: Node, tolerance: float = 0.0) -> bool | None:
         return same_number(gold, got, tolerance)
     except Unreadable:
         return None
+    except TooBig:
+        if gold.kind == got.kind == "pow" and gold.args[0] == got.args[0] and is_large(gold.args[0]):
+            return same(gold.args[1], got.args[1])  # of a tower, storey by storey
+        raise
+
+
+def is_large(node: Node) -> bool:
+    return node.kind == "number" and bool(node.value > 1)
 
 
 def _sense(node: Node) -> str | None:
     """The meaning of words, or of a sign that can be expressed in words."""
     if node.kind == "text":
         return plain_words(node.value)
-    return {"empty": "nosolution", "set R": "allreals"}.get(node.value) if node.kind == "constant" else None
+    return {"empty": "nosolution", "inf": "infinitelymany"}.get(node.value) if node.kind == "constant" else None
+
+
+_MEANINGS = {"allreals": Node("constant", value="set R"), "infinity": Node("constant", value="inf")}
+
+
+def _same_families(gold: Node, got: Node, tolerance: float) -> bool | None:
+    """π/4 + kπ and πn - 3π/4: the values are the same, whatever the letter. A letter may go without its ∈ ℤ."""
+    if gold.kind != got.kind:
+        family, other = (gold, got) if gold.kind == "family" else (got, gold)
+        free = sorted(names_in(other) - names_in(family.args[0]) or names_in(other) & {family.value[0]})
+        if len(free) != 1 or other.kind in ("relation", "text", "list", "set"):
+            return False
+        bare = Node("family", (other,), (free[0], family.value[1]))
+        return _same_families(family, bare, tolerance) if family is gold else _same_families(bare, family, tolerance)
+    (left_name, domain), (right_name, other_domain) = gold.value, got.value
+    if domain != other_domain:
+        return False
+    left, right = gold.args[0], substituted(got.args[0], {right_name: Node("name", value=left_name)})
+    if domain != "set Z" or {left_name} != names_in(left) | names_in(right):
+        return same(left, right, tolerance)
+    line, other_line = _line(left, left_name), _line(right, left_name)
+    if line is None or other_line is None:
+        return same(left, right, tolerance)
+    (start, step), (other_start, other_step) = line, other_line
+    shift = Node("div", (Node("add", (start, negated(other_start))), step))
+    turned = any(same_number(step, width) for width in (other_step, negated(other_step)))
+    return turned and same_number(shift, Node("call", (Node("add", (shift, _HALF)),), "floor")) is True
+
+
+_HALF = Node("number", value=Fraction(1, 2))
+
+
+def _line(node: Node, name: str) -> tuple[Node, Node] | None:
+    """The start and the step of a + bk; None where it is no line."""
+    start, first, second = (substituted(node, {name: number_node(str(at))}) for at in range(3))
+    step = Node("add", (first, negated(start)))
+    try:
+        even = same_number(step, Node("add", (second, negated(first))))
+        return (start, step) if even and not same_number(step, number_node("0")) else None
+    except Unreadable:
+        return None
+
+
+_UNIT_VECTORS = ("vec i", "vec j", "vec k")
+
+
+def as_tuple(node: Node) -> Node:
+    """2**i** - 3**j** → (2, -3)."""
+    used = names_in(node) & set(_UNIT_VECTORS)
+    if not used or not _is_linear(node):
+        return node
+    size = 3 if "vec k" in used else 2
+    zero, one = number_node("0"), number_node("1")
+    return Node(
+        "sequence",
+        tuple(
+            substituted(node, {name: one if name == unit else zero for name in _UNIT_VECTORS})
+            for unit in _UNIT_VECTORS[:size]
+        ),
+        "()",
+    )
+
+
+def _is_linear(node: Node) -> bool:
+    """Whether the tree is a sum of multiples of unit vectors."""
+    if node.kind in ("add", "neg"):
+        return all(map(_is_linear, node.args))
+    if node.kind == "mul":
+        return sum(bool(names_in(part) & set(_UNIT_VECTORS)) for part in node.args) == 1 and any(
+            map(_is_linear, node.args)
+        )
+    if node.kind == "div":
+        return _is_linear(node.args[0]) and not names_in(node.args[1]) & set(_UNIT_VECTORS)
+    return node.kind == "name" and node.value in _UNIT_VECTORS
 
 
 def _same_quantity(gold: Node, got: Node, tolerance: float) -> bool | None:
@@ -78,6 +178,10 @@ def _same_quantity(gold: Node, got: Node, tolerance: float) -> bool | None:
         return same(gold.args[0], got.args[0], tolerance)
     if {gold.kind, got.kind} == {"percent", "degree"}:
         return False
+    for node, other in ((gold, got), (got, gold)):  # π/2 radians and 90°
+        if node.kind == "unit" and other.kind == "degree" and measure_of(node.value).dimensions == (("angle", 1),):
+            pair = (node.args[0], Node("mul", (other.args[0], DEGREE)))
+            return same(*(pair if node is gold else pair[::-1]), tolerance)
     for node, other in ((gold, got), (got, gold)):
         if node.kind == "unit":
             measure = measure_of(node.value)
@@ -100,7 +204,12 @@ def _same_quantity(gold: Node, got: Node, tolerance: float) -> bool | None:
 
 
 def _is_below_one(node: Node) -> bool:
-    return node.kind == "number" and abs(node.value) < 1
+    if names_in(node) or is_collection(node):
+        return False
+    try:
+        return bool(abs(to_mp(value_at(node, Point(0, False, False)))) < 1)
+    except (Undefined, Unreadable):
+        return False
 
 
 def _same_measured(gold: Node, got: Node, tolerance: float) -> bool | None:
@@ -174,11 +283,17 @@ def _matched(golds: tuple[Node, ...], gots: tuple[Node, ...], tolerance: float) 
         raise TooBig("a set of more than 100 items")
     left = list(gots)
     for gold in golds:
-        found = next((index for index, got in enumerate(left) if same(gold, got, tolerance)), None)
+        found = next(
+            (at for at, got in enumerate(left) if _is_set(gold) == _is_set(got) and same(gold, got, tolerance)), None
+        )
         if found is None:
             return False
         del left[found]
     return True
+
+
+def _is_set(node: Node) -> bool:
+    return node.kind == "set" or node == Node("constant", value="empty")
 
 
 def _distinct(items: tuple[Node, ...]) -> tuple[Node, ...]:
@@ -191,6 +306,8 @@ def _distinct(items: tuple[Node, ...]) -> tuple[Node, ...]:
 
 def _same_collections(gold: Node, got: Node, tolerance: float) -> bool | None:
     gold, got = _rounds(gold), _rounds(got)
+    if gold.kind != got.kind and any(node.kind == "set" and any(map(_is_set, node.args)) for node in (gold, got)):
+        return False  # {∅} is not ∅
     if gold.kind == got.kind == "sequence":
         return _same_sequences(gold, got, tolerance)
     for node, other in sorted(((gold, got), (got, gold)), key=lambda pair: pair[0].kind != "union"):
@@ -292,6 +409,8 @@ def _rows(node: Node) -> _Rows | None:
     if node.kind == "sequence":
         nested = all(item.kind == "sequence" for item in node.args)
         return tuple(item.args for item in node.args) if nested else tuple((item,) for item in node.args)
+    if node.kind == "pow" and node.args[1] == Node("name", value="T") and (rows := _rows(node.args[0])):
+        return tuple(zip(*rows, strict=True)) if len({len(row) for row in rows}) == 1 else None
     if node.kind == "neg" and (rows := _rows(node.args[0])):
         return tuple(tuple(negated(cell) for cell in row) for row in rows)
     if node.kind in ("add", "mul", "div"):
@@ -406,6 +525,8 @@ def _same_pair(gold: Node, got: Node, tolerance: float) -> bool | None:
     operators = set(gold.value) | set(got.value)
     if operators <= {"=", "≈"}:
         return _same_equations(gold, got, tolerance)
+    if "!=" in operators and (verdict := same_real_sets(gold, got)) is not None:
+        return verdict
     if operators & {"=", "≈", "!="}:
         return gold.value == got.value and _all_same(gold.args, got.args, tolerance)
     if operators == {"∈"}:
@@ -417,7 +538,8 @@ def _same_pair(gold: Node, got: Node, tolerance: float) -> bool | None:
 def _same_equations(gold: Node, got: Node, tolerance: float) -> bool | None:
     """The same name with the same value, or the same curve: one equation is a multiple of the other."""
     if is_name(gold.args[0]) and is_name(got.args[0]):
-        named = spelled(gold.args[0]) == spelled(got.args[0])
+        called = _is_function(gold.args[0]) and got.args[0].value == "y"
+        named = called or spelled(gold.args[0]) == spelled(got.args[0])
         if named:
             return _any_same(_values(gold), _values(got), tolerance)
         if gold.args[0].kind == got.args[0].kind == "call":  # f(2) = 5 and f(5) = 2
@@ -429,5 +551,25 @@ def _same_equations(gold: Node, got: Node, tolerance: float) -> bool | None:
     return same_curve(gold, got)
 
 
+def _is_function(node: Node) -> bool:
+    """Whether the node is f(x), whose value may be called y."""
+    return node.kind == "call" and node.value in UNKNOWN_FUNCTIONS and all(part.kind == "name" for part in node.args)
+
+
 def _any_same(golds: list[Node], gots: list[Node], tolerance: float) -> bool | None:
     return any_true(same(left, right, tolerance) for left in golds for right in gots) if golds and gots else False
+
+
+_CONSTANT_NAME_RE = re.compile(r"[A-DKcdk](_[0-9A-Za-z])?")
+
+
+def with_constants_of(gold: Node, got: Node) -> Iterator[Node]:
+    """The answer with its constants of integration called as in the reference: + K as + C, c₁ and c₂ as C₂ and C₁."""
+    theirs, own = names_in(gold), names_in(got)
+    wanted = sorted(name for name in theirs if _CONSTANT_NAME_RE.fullmatch(name))
+    if len(own) != len(theirs) or not 0 < len(wanted) <= 3:
+        return
+    given = sorted(name for name in own - (theirs - set(wanted)) if _CONSTANT_NAME_RE.fullmatch(name))
+    if len(given) == len(wanted):
+        for order in permutations(wanted):
+            yield substituted(got, {name: Node("name", value=new) for name, new in zip(given, order, strict=True)})

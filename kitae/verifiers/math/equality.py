@@ -68,6 +68,10 @@ def _same_at_points(gold: Node, got: Node, *, decimal_log: bool) -> bool | None:
     if agreed and any(_domains_differ(gold, got, replace(agreed[0], turned=name)) for name in variables):
         return False
     if not whole and (_is_bent(gold) or _is_bent(got)):
+        zero = Point(0, real, decimal_log, bound=tuple((name, Fraction(0)) for name in names_in(gold) | names_in(got)))
+        left, right = _value_or_none(gold, zero), _value_or_none(got, zero)
+        if left is not None and right is not None and not close(left, right):  # x + 0^|x|
+            return False
         wide = _same_at_wide_points(gold, got, Point(0, real, decimal_log), strict=len(variables) == 1)
         if wide is None:
             return False
@@ -121,7 +125,7 @@ def _domains_differ(gold: Node, got: Node, point: Point) -> bool:
 
 def _is_bent(node: Node) -> bool:
     """Whether a function has corners. Such functions can agree near zero and differ elsewhere: max(x, 3) and 3."""
-    bent = node.kind == "root" or (node.kind == "call" and node.value in _BENT)
+    bent = node.kind in ("root", "cases") or (node.kind == "call" and node.value in _BENT)
     return bent or any(map(_is_bent, node.args))
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from kitae.verifiers.math.cleanup import SHORT_WORDS, TEXT_COMMANDS
 from kitae.verifiers.math.tree import TooBig, Unreadable
-from kitae.verifiers.math.units import UNITS
+from kitae.verifiers.math.units import UNITS, is_known_unit
 
 _MAX_DEPTH = 40  # of brackets in brackets
 _FUNCTIONS = {
@@ -43,11 +43,12 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "%": ("op", "%"), "$": ("op", "$"), "lor": ("op", "or"), "vee": ("op", "or"), "land": ("op", "and"),
     "wedge": ("op", "and"), "prime": ("op", "'"), "iff": ("op", "="), "lbrack": ("op", "["), "rbrack": ("op", "]"),
     "euro": ("op", "€"), "pounds": ("op", "£"), "&": ("op", "and"), "imath": ("constant", "i"),
-    "\\": ("op", "\\\\"), "lparen": ("op", "("), "rparen": ("op", ")"),
+    "\\": ("op", "\\\\"), "top": ("name", "T"), "intercal": ("name", "T"), "lparen": ("op", "("), "rparen": ("op", ")"),
 }  # fmt: skip
 _STRUCTURES = ("frac", "binom", "dbinom", "tbinom", "begin", "end", "overline", "mathbb", "hat", "vec", "bar",
                "overrightarrow", "widehat", "angle", "triangle", "dot", "sum", "prod", "partial", "bmod")  # fmt: skip
 _WORDS = {
+    "to": ("op", ":"),
     "infinity": ("constant", "inf"), "inf": ("constant", "inf"), "oo": ("constant", "inf"), "pi": ("constant", "pi"),
     "Pi": ("constant", "pi"), "and": ("op", "and"), "or": ("op", "or"), "union": ("op", "∪"),
     "theta": ("name", "theta"), "alpha": ("name", "alpha"), "beta": ("name", "beta"), "lambda": ("name", "lambda"),
@@ -63,7 +64,7 @@ _GREEK_RE = re.compile("GREEK SMALL LETTER ([A-Z]+)")
 _MATH_FONT_RE = re.compile(r"(?!.*[A-Za-z]{3}).*[=<>+].*")  # \\mathbf{x=7}
 _AMOUNT_RE = re.compile(r"([0-9][0-9.,/:]*)\s+([A-Za-z].*)")
 _TOKEN_RE = re.compile(
-    rf"(?P<space>\s+)|\\(?:{TEXT_COMMANDS})\*?\s*\{{(?P<text>[^{{}}]*)\}}"
+    rf"(?P<space>\s+)|\\(?:{TEXT_COMMANDS})\*?\s*\{{(?P<text>[^{{}}]*(?:\{{[^{{}}]*\}}[^{{}}]*){{0,8}})\}}"
     r"|(?P<hex>0x[0-9A-F]+(?![0-9A-Za-z]))|(?P<number>(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)(?:[eE][-+]?[0-9]{1,9}(?![0-9A-Za-z.]))?)"
     r"|\\(?P<command>[A-Za-z]+|.)|(?P<word>[A-Za-z]+)|(?P<foreign>[^\W\d_]+)|(?P<op><=|>=|!=|==|\.\.\.|.)",
     re.DOTALL,
@@ -124,8 +125,16 @@ def _classify(kind: str, value: str, spaced: bool, before: list[Token]) -> Itera
 
 def _text_tokens(words: str, spaced: bool) -> Iterator[Token]:
     plain = words.strip()
+    if "{" in plain:  # m s^{-1}, or a formula
+        if is_known_unit(plain):
+            yield Token("text", plain, True)
+        else:
+            yield from split_tokens(plain)
+        return
     if plain in ("and", "or", "und", "oder", ",", "if"):
         yield Token("op", "or" if plain in ("or", "oder") else "and", spaced)
+    elif plain == "to":
+        yield Token("op", ":", spaced)
     elif plain in _FUNCTIONS and plain not in UNITS:
         yield Token("function", plain, spaced)
     elif plain in ("i", "e"):

@@ -16,20 +16,23 @@ from kitae.verifiers.final_answer import (
     hash_answer,
     parse_order,
     phrase_answer,
+    stated_answer,
     without_lead,
 )
 from kitae.verifiers.math.cleanup import are_texts, choice_letter, plain_words, text_key, tidy
-from kitae.verifiers.math.comparison import same
+from kitae.verifiers.math.comparison import same, with_constants_of
 from kitae.verifiers.math.equality import any_true, same_constant
 from kitae.verifiers.math.fallback import math_verify_agrees
 from kitae.verifiers.math.lexer import is_spelled_out
 from kitae.verifiers.math.reading import comma_number, plain_number, read
 from kitae.verifiers.math.tree import TooBig
+from kitae.verifiers.math.written_forms import same_form
 
 _MAX_ANSWER = 2_000  # characters; a longer text is no answer
 _INDEX_RE = re.compile(r"(?<![A-Za-z\\])([A-Za-z])\s*(?:\\in\s*\\(?:mathbb|mathbf)\s*\{?\s*Z|∈\s*ℤ)")
 _MAX_WRAPPING = 8  # characters around an answer that is the whole response
 _MAX_BOXES = 8
+_CONSTANT_RE = re.compile(r"(?<![A-Za-z\\])[CcK](?![A-Za-z(])")
 _PARTS_RE = re.compile(r"[,;]|\\pm|\b(?:and|or)\b|\\quad")  # in a reference with several parts
 
 
@@ -59,7 +62,10 @@ def math(
         return Score(0.0, detail="no answer in the response")
     if len(answer) > _MAX_ANSWER:
         return Score(0.0, detail=f"the answer must have at most {_MAX_ANSWER} characters, got {len(answer)}")
+    said = stated_answer(answer)
     for gold in golds:
+        if said is not None and same_answer(gold, said, tolerance):
+            return Score(1.0)
         if same_answer(gold, answer, tolerance) or _is_whole(response, gold, order) or _chooses(response, gold, order):
             return Score(1.0)
         if "boxed" in order and _is_in_boxes(response, gold, tolerance):
@@ -110,6 +116,8 @@ def _compare_texts(gold: str, answer: str, tolerance: float) -> bool | None:
         want, have = want or comma_number(gold), have or comma_number(answer)
         if want is not None and have is not None and same_constant(want, have, tolerance):
             return True
+    if not (gold.isalpha() and len(gold) == 1) and (verdict := same_form(gold, answer)) is not None:
+        return verdict
     letter = choice_letter(gold, start=False)
     if letter is not None and letter in "ABCD" and answer.strip() == letter.lower():
         return True
@@ -127,8 +135,12 @@ def _compare_texts(gold: str, answer: str, tolerance: float) -> bool | None:
     golds, answers = read(gold), read(_with_index_of(gold, answer))
     if not golds or not answers:
         return None
-    verdicts = (same(left, right, tolerance) for left in golds for right in answers)
-    return any_true(verdicts)
+    verdict = any_true(same(left, right, tolerance) for left in golds for right in answers)
+    if verdict or not _CONSTANT_RE.search(gold):
+        return verdict
+    return any_true(
+        same(left, other) for left in golds for right in answers for other in with_constants_of(left, right)
+    )
 
 
 def _with_index_of(gold: str, answer: str) -> str:

@@ -4,11 +4,13 @@ Values are exact fractions as long as possible, and else mpmath numbers of 30 di
 computed: `TooBig` for what would take long, `Undefined` if there is no value.
 """
 
+import operator
 import random
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
 from importlib import import_module
+from itertools import pairwise
 from math import comb, factorial, gcd, isqrt, lcm, log2, prod
 from typing import Any
 
@@ -113,12 +115,40 @@ def _evaluate(node: Node, point: Point) -> Any:
         return _constant(node.value)
     if kind == "series":
         return _series(node, point)
-    if kind in ("list", "set", "sequence", "relation", "union", "matrix", "cases", "text", "pm", "ratio", "based"):
+    if kind == "cases":
+        return _evaluate(_case_at(node, point), point)
+    if kind in ("list", "set", "sequence", "relation", "union", "matrix", "text", "pm", "ratio", "based"):
         raise Unreadable(f"a {kind} is no number")
     values = [_evaluate(part, point) for part in node.args]
     if kind == "call":
         return _call(node.value, values, point)
     return _checked(_arithmetic(kind, values, point))
+
+
+def _case_at(node: Node, point: Point) -> Node:
+    """The value of the first case whose condition holds: of x if x ≥ 0, else -x."""
+    for row in node.args:
+        if len(row.args) != 2:
+            raise Unreadable("cases without conditions")
+        value, condition = row.args
+        if condition.kind == "text" and condition.value.strip().lower() in ("otherwise", "else"):
+            return value
+        if condition.kind != "relation" or not set(condition.value) <= _ORDERS.keys():
+            raise Unreadable("a condition that is no inequality")
+        sides = [_evaluate(side, point) for side in condition.args]
+        if all(_ORDERS[sign](*pair) for sign, pair in zip(condition.value, pairwise(sides), strict=True)):
+            return value
+    raise Undefined("no case")
+
+
+_ORDERS = {
+    "<": operator.lt,
+    "<=": operator.le,
+    ">": operator.gt,
+    ">=": operator.ge,
+    "=": operator.eq,
+    "!=": operator.ne,
+}
 
 
 def _series(node: Node, point: Point) -> Any:

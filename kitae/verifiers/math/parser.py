@@ -11,15 +11,17 @@ from kitae.verifiers.math.tree import (
     UNKNOWN_FUNCTIONS,
     Node,
     Unreadable,
+    integers_in,
     is_integer_condition,
     mentions,
     names_in,
     negated,
     number_node,
+    over_integers,
     repeating_decimal,
     spelled,
 )
-from kitae.verifiers.math.units import MAGNITUDES, joined, scaled
+from kitae.verifiers.math.units import MAGNITUDES, joined, measure_of, scaled
 
 _RELATIONS = ("=", "<", ">", "<=", ">=", "!=", "≈", "∈", "≡")
 _ZERO = Node("number", value=Fraction(0))
@@ -47,6 +49,35 @@ def _measured(node: Node, words: str) -> Node:
     return Node("unit", (node,), words) if words else node
 
 
+def unit_of(node: Node) -> str | None:
+    r"""The words of \frac{\text{m}}{\text{s}^2}: "m per s ^2"."""
+    if node.kind == "text":
+        return str(node.value)
+    if node.kind == "pow" and node.args[1].kind == "number" and node.args[0].kind == "text":
+        return f"{node.args[0].value} ^{node.args[1].value}"
+    if node.kind in ("div", "unit", "mul"):
+        parts = [unit_of(part) for part in node.args]
+        if None not in parts:
+            return {"div": " per ", "mul": " "}.get(node.kind, " ").join(map(str, parts))
+    return None
+
+
+def built_set(head: Node, condition: Node) -> Node:
+    """{x | x > 2}, {x ∈ ℤ | -2 < x < 3} → {-1, 0, 1, 2}, {2k : k ∈ ℤ}"""
+    if is_integer_condition(condition) and head.kind != "name":
+        return over_integers(head, {condition.args[0].value: condition.args[1].value})
+    domain = head
+    if condition.kind == "list" and condition.value in (",", "and"):  # {x | x ∈ ℤ, -2 < x < 3}
+        domains = [part for part in condition.args if is_integer_condition(part)]
+        rest = tuple(part for part in condition.args if not is_integer_condition(part))
+        if len(domains) == 1 and rest:
+            domain, condition = domains[0], rest[0] if len(rest) == 1 else Node("list", rest, condition.value)
+    if not is_integer_condition(domain):
+        return condition
+    whole = integers_in(condition)
+    return Node("whole", (condition,), domain.args[1].value) if whole is None else whole
+
+
 def _together(larger: Node, smaller: Node) -> Node:
     node = joined(larger, smaller)
     if node is None:
@@ -63,6 +94,7 @@ class Parser(Cursor):
         self.no_bar = 0  # inside |…|, or before the bar of {x | …}, where a bar does not open
         self.no_colon = 0  # before the colon of {x : …}, which is no ratio
         self.in_interval = 0
+        self.plain_set = False  # within braces without a backslash that are those of a set
 
     def parse(self) -> Node:
         node = self.listing()
@@ -79,7 +111,9 @@ class Parser(Cursor):
             if self.peek() is END or self.is_op(")", "]", "}", "}}", "⟩"):
                 break
             items.append(self.relation())
-        items = [item for item in items if not is_integer_condition(item)] or items
+        conditions = {item.args[0].value: item.args[1].value for item in items if is_integer_condition(item)}
+        if conditions and len(conditions) < len(items):
+            items = [over_integers(item, conditions) for item in items if not is_integer_condition(item)]
         return items[0] if len(items) == 1 else Node("list", tuple(items), separator)
 
     def relation(self) -> Node:
@@ -166,6 +200,8 @@ class Parser(Cursor):
                     node = _measured(node, self.unit_words())
             elif node.kind in ("unit", "degree") and self.peek().kind == "number":
                 node = self.smaller_part(node)
+            elif node.kind == "text" and self.starts_factor() and measure_of(node.value).currency:  # USD 5
+                node = Node("unit", (self.power(),), node.value)
             elif self.starts_factor():
                 node = self.juxtaposed(node)
             else:
@@ -194,6 +230,8 @@ class Parser(Cursor):
                 raise Unreadable("two numbers side by side")
             return self.postfix(Node("number", value=left.value + Fraction(int(top.value), int(bottom.value))))
         right = self.power()
+        if (words := unit_of(right)) is not None:
+            return _measured(left, words)
         if whole and token == Token("command", "frac"):
             fraction = right.args[0] if right.kind in ("percent", "degree") else right
             if fraction.kind == "div" and all(part.kind == "number" for part in fraction.args):
@@ -309,6 +347,8 @@ class Parser(Cursor):
         if token.kind == "name":
             if token.value in UNKNOWN_FUNCTIONS and self.is_op("(") and not self.peek().spaced:
                 return self.function(token.value)
+            if token.value == "C" and self.is_op("("):
+                return self.choose(token)
             return Node("name", value=token.value)
         if token.kind == "constant":
             return Node("constant", value=token.value)
@@ -320,6 +360,15 @@ class Parser(Cursor):
             return self.command(token.value)
         with self.deeper:
             return self.bracketed(token.value)
+
+    def choose(self, token: Token) -> Node:
+        """C(10, 3), or C times a bracket."""
+        start = self.at
+        bracket = self.primary()
+        if bracket.kind == "sequence" and len(bracket.args) == 2:
+            return Node("call", bracket.args, "binom")
+        self.at = start
+        return Node("name", value=token.value)
 
     def number(self, token: Token) -> Node:
         """A literal, with the period of a repeating decimal: `0.\\overline{3}`."""
@@ -358,6 +407,8 @@ class Parser(Cursor):
         if opening == "{{" or (opening == "{" and self.at == 1):
             return self.set_of("}}" if opening == "{{" else "}")
         if opening == "{":
+            if self.plain_set and self.tokens[self.at - 2].value in ("{", ","):  # {{1}, {2}}
+                return self.set_of("}", nested=True)
             inside = self.listing()
             self.expect("}")
             return inside
@@ -385,20 +436,27 @@ class Parser(Cursor):
             return Node("sequence", (inside,), brackets)
         return inside
 
-    def set_of(self, closing: str) -> Node:
+    def set_of(self, closing: str, *, nested: bool = False) -> Node:
         if self.accept(closing):
             return Node("constant", value="empty")
         self.no_bar += 1
-        self.no_colon += self.peek().kind == "name" and self.peek(1).value in (":", "∈")
-        inside = self.listing()
+        self.no_colon += 1
+        self.plain_set, outer = closing == "}", self.plain_set
+        start = self.at
+        try:
+            inside = self.listing()
+        except Unreadable:  # a ratio in a set: its colon is no bar
+            self.at, self.no_colon = start, 0
+            inside = self.listing()
+        self.plain_set = outer
         self.no_bar -= 1
         self.no_colon = 0
         if self.accept("|", "mid", ":"):
-            inside = self.listing()
+            condition = self.listing()
             self.expect(closing)
-            return inside
+            return built_set(inside, condition)
         self.expect(closing)
-        if closing == "}" and inside.kind != "list":
+        if closing == "}" and not nested and inside.kind != "list" and inside != Node("constant", value="empty"):
             return inside
         return Node("set", inside.args if inside.kind == "list" else (inside,))
 

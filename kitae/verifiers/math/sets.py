@@ -9,9 +9,17 @@ from itertools import pairwise
 from typing import Any
 
 from kitae.verifiers.math.numbers import Point, close, load_mpmath, to_mp, value_at
-from kitae.verifiers.math.tree import Node, Undefined, Unreadable, is_name, items_of, names_in, spelled
-
-_TURNED = {"<": ">", "<=": ">=", ">": "<", ">=": "<="}
+from kitae.verifiers.math.tree import (
+    TURNED,
+    Node,
+    Undefined,
+    Unreadable,
+    is_name,
+    items_of,
+    mentions_sign,
+    names_in,
+    spelled,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +65,30 @@ def _real_set(node: Node) -> list[_Interval] | None:
     if node.kind == "relation":
         return _relation_set(node)
     if node.kind in ("union", "list"):
-        parts = [_real_set(part) for part in node.args]
+        parts = [_real_set(part) for part in _repeated(node)]
+        if node.kind == "list" and node.value in (",", ";") and any(_excludes(part) for part in node.args):
+            return _combined(parts, "∩")  # x ≠ 2, x ≠ -2
+        if node.kind == "list" and node.value == "," and None not in parts:
+            either = _combined(parts, "∪")
+            if either and len(_merged(either)) == 1 and _merged(either)[0].low == -infinity == -_merged(either)[0].high:
+                return _combined(parts, "∩")  # x > 2, x < 5
+            return either
         return _combined(parts, "∩" if node.value == "and" else "∪" if node.kind == "list" else node.value)
     return None
+
+
+def _excludes(node: Node) -> bool:
+    return node.kind == "relation" and "!=" in node.value
+
+
+def _repeated(node: Node) -> tuple[Node, ...]:
+    """The parts of a list, where "x ≠ -2, 2" says that x is neither."""
+    first = node.args[0]
+    if not _excludes(first) or node.kind != "list":
+        return node.args
+    return tuple(
+        part if part.kind == "relation" else Node("relation", (first.args[0], part), ("!=",)) for part in node.args
+    )
 
 
 def _combined(parts: list[list[_Interval] | None], operator: str) -> list[_Interval] | None:
@@ -92,16 +121,22 @@ def _relation_set(node: Node) -> list[_Interval] | None:
     infinity = load_mpmath().inf
     if node.value == ("∈",):
         return _real_set(node.args[1])
-    subjects = {spelled(operand) for operand in node.args if _real(operand) is None}
+    subjects = {spelled(operand) for operand in node.args if _real(operand) is None and not mentions_sign(operand)}
     if len(subjects) != 1 or not any(is_name(operand) for operand in node.args):
         return None
     result = [_Interval(-infinity, infinity, True, True)]
     for (left, right), written in zip(pairwise(node.args), node.value, strict=True):
+        if written == "!=" and is_name(left) and mentions_sign(right):  # x ≠ ±2
+            values = [_real(value) for value in items_of(right)]
+            if None in values:
+                return None
+            result = _intersection(result, _complement([_Interval(value, value, False, False) for value in values]))
+            continue
         low, high = _real(left), _real(right)
         if low is None and high is None:
             return None
         bound = low if low is not None else high
-        operator = _TURNED.get(written, written) if low is not None else written
+        operator = TURNED.get(written, written) if low is not None else written
         strict = operator in ("<", ">")
         match operator:
             case "<" | "<=":

@@ -4,11 +4,13 @@
 
 Kinds: number, name, constant, text; add, neg, mul, div, pow, root, factorial, call, pm; percent, degree, unit, based,
 ratio; list, set, sequence (with its brackets), union, matrix and cases (of rows), relation (with its operators); series
-(the sum or product over an index).
+(the sum or product over an index); family (all values of 2k with k ∈ ℤ) and whole (the integers among some numbers).
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
+from math import ceil, floor
 from typing import Any
 
 _MAX_DIGITS = 4_000  # digits of a number; Python refuses to print more than 4,300
@@ -127,12 +129,67 @@ def is_integer_condition(node: Node) -> bool:
     return node.args[0].kind == "name" and node.args[1].kind == "constant" and node.args[1].value in ("set Z", "set N")
 
 
+def over_integers(node: Node, domains: Mapping[str, str]) -> Node:
+    """2k with k ∈ ℤ, as the set of all its values; of x = 2k, the right side is that."""
+    if node.kind == "relation" and node.value == ("=",):
+        return Node("relation", (node.args[0], over_integers(node.args[1], domains)), node.value)
+    index = sorted(names_in(node) & domains.keys())
+    return Node("family", (node,), (index[0], domains[index[0]])) if len(index) == 1 else node
+
+
+def integers_in(condition: Node) -> Node | None:
+    """The integers between two bounds, as a set: -2 < x < 3 → {-1, 0, 1, 2}; None if there are no such bounds."""
+    low = high = None
+    for relation in condition.args if condition.kind == "list" else (condition,):
+        if relation.kind != "relation":
+            return None
+        for left, operator, right in zip(relation.args, relation.value, relation.args[1:], strict=False):
+            bound, turned = (left, operator) if is_name(right) else (right, TURNED.get(operator, ""))
+            value = _plain_value(bound)
+            if value is None or not is_name(right if bound is left else left):
+                return None
+            match turned:
+                case "<" | "<=":
+                    at = floor(value) + 1 if turned == "<" else ceil(value)
+                    low = at if low is None else max(low, at)
+                case ">" | ">=":
+                    at = ceil(value) - 1 if turned == ">" else floor(value)
+                    high = at if high is None else min(high, at)
+                case _:
+                    return None
+    if low is None or high is None or high - low >= 100:
+        return None
+    whole = tuple(Node("number", value=Fraction(value)) for value in range(low, high + 1))
+    return Node("set", whole) if whole else Node("constant", value="empty")
+
+
+TURNED = {"<": ">", "<=": ">=", ">": "<", ">=": "<="}
+
+
+def _plain_value(node: Node) -> Fraction | None:
+    if node.kind == "neg":
+        value = _plain_value(node.args[0])
+        return None if value is None else -value
+    return node.value if node.kind == "number" else None
+
+
+def substituted(node: Node, values: Mapping[str, Node]) -> Node:
+    """The tree with other trees for some names."""
+    if node.kind == "name" and node.value in values:
+        return values[node.value]
+    parts = tuple(substituted(part, values) for part in node.args)
+    return node if parts == node.args else Node(node.kind, parts, node.value)
+
+
 def is_collection(node: Node) -> bool:
     return node.kind in ("list", "set", "sequence", "union") or mentions_sign(node)
 
 
+_SIGNED = ("add", "neg", "mul", "div", "family", "unit", "degree", "percent")
+
+
 def mentions_sign(node: Node) -> bool:
-    return node.kind == "pm" or (node.kind in ("add", "neg", "mul", "div") and any(map(mentions_sign, node.args)))
+    return node.kind == "pm" or (node.kind in _SIGNED and any(map(mentions_sign, node.args)))
 
 
 def mentions_collection(node: Node) -> bool:
@@ -152,7 +209,7 @@ def _both_signs(node: Node) -> tuple[Node, ...]:
 
 
 def _with_sign(node: Node, *, upper: bool) -> Node:
-    if node.kind not in ("pm", "add", "neg", "mul", "div"):
+    if node.kind != "pm" and node.kind not in _SIGNED:
         return node
     parts = tuple(_with_sign(part, upper=upper) for part in node.args)
     if node.kind != "pm":

@@ -62,8 +62,11 @@ def _table() -> dict[str, tuple[str, Fraction]]:
 
 UNITS = _table()
 _POWERS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
+_RAISED = {"squared": 2, "cubed": 3}
 _SILENT = {
-    "unit", "of", "and", "the", "in", "each", "total", "only", "exactly", "about", "approximately", "long", "is", "all",
+    "unit", "of",
+    "them", "and", "the", "in", "each", "total", "only", "exactly", "about", "approximately", "long", "is",
+    "all",
 }  # fmt: skip
 _ALTERING = {  # words that change the number before them, or the answer
     "not", "no", "wrong", "incorrect", "false", "isn", "never", "except", "nor", "t", "or", "maybe", "perhaps",
@@ -113,6 +116,10 @@ def measure_of(text: str) -> Measure:
             if last:
                 size *= UNITS[last][1] ** (sign * extra)
                 powers[UNITS[last][0]] += sign * extra
+        elif piece.lower() in _RAISED and last:  # meters per second squared
+            extra = _RAISED[piece.lower()] - 1
+            size *= UNITS[last][1] ** (sign * extra)
+            powers[UNITS[last][0]] += sign * extra
         elif piece == "/" or piece in ("per", "Per", "a", "an"):
             sign = -1
         elif piece.lower() in _POWERS:

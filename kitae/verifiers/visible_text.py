@@ -1,0 +1,82 @@
+r"""What a reader sees of a text, which is what every reward for the shape of a response looks at.
+
+visible("a\u200bb\u0338")          → "ab"
+has_content("&nbsp;<br>\u2800")    → False
+said_words("one_two-Three, 4 …")   → ["one_two-Three", "4"]
+said_words("one_two_three_four_5") → ["one", "two", "three", "four", "5"]
+"""
+
+import html
+import re
+import unicodedata
+from collections.abc import Iterator
+
+import regex
+
+_UNSEEN = r"[[\p{Mn}\p{Me}\p{C}\u115f\u1160\u17b4\u17b5\u2800\u3164\uffa0]--[\s]]"
+_UNSEEN_RE = regex.compile(_UNSEEN, regex.V1)
+_ASCII_UNSEEN_RE = re.compile(r"[\x00-\x08\x0e-\x1b\x7f]")
+_WIDE = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)}
+_MARKUP_RE = re.compile(r"<!--.*?(?:-->|\Z)|</?[A-Za-z][^<>]{0,200}>", re.DOTALL)
+_MAX_PIECES = 4  # of one word: state-of-the-art
+_MAX_LETTERS = 20  # of a word of several pieces
+_LONG_WORD = 32  # letters; a longer one is no word
+_SOLITARY = (  # scripts written without spaces: one character is one token
+    r"\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u31f0-\u31ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
+    r"\U00020000-\U0003ffff"
+)
+_TOKEN_RE = re.compile(rf"[{_SOLITARY}]|[^\s{_SOLITARY}]+")
+_PIECE_RE = re.compile(r"[^\W\d_a-z]*[^\W\d_A-Z]+|[^\W\d_]+|[0-9]+")  # camelCase is two
+_WORD_RE = re.compile(r"[^\W_](?:.*[^\W_])?", re.DOTALL)
+
+
+def visible(text: str) -> str:
+    """The text without what cannot be seen or is joined to another character: marks over and under letters, zero-width
+    and direction characters, soft hyphens, variation selectors, tags, fillers and control characters. White space
+    stays."""
+    if text.isascii():
+        return _ASCII_UNSEEN_RE.sub("", text)
+    return str(_UNSEEN_RE.sub("", unicodedata.normalize("NFKC", text)))
+
+
+def spaced(text: str) -> str:
+    """The text with a space for everything unseen, so that digits with it between them are no number; wide digits and
+    letters become plain ones."""
+    if text.isascii():
+        return _ASCII_UNSEEN_RE.sub(" ", text)
+    return str(_UNSEEN_RE.sub(" ", unicodedata.normalize("NFC", text).translate(_WIDE)))
+
+
+def has_content(text: str) -> bool:
+    """Whether there is anything to see, markup and entities such as &nbsp; aside."""
+    plain = html.unescape(text) if "&" in text else text
+    return bool(visible(_MARKUP_RE.sub("", plain)).strip())
+
+
+def tokens(text: str) -> list[str]:
+    """Words, and single characters of scripts without spaces: `"go 東京"` → `["go", "東", "京"]`."""
+    return _TOKEN_RE.findall(text)
+
+
+def said_words(text: str) -> list[str]:
+    """The words of a text without the marks around them. Several that are joined by other signs than spaces are several
+    words, and a run of letters that is longer than any word is split into letters."""
+    return [word for token in tokens(visible(text)) for word in _words_in(token)]
+
+
+def _words_in(token: str) -> Iterator[str]:
+    if token.isalpha() and len(token) <= _LONG_WORD:  # most
+        yield token
+        return
+    word = _WORD_RE.search(token)
+    if word is None:
+        return
+    pieces = _PIECE_RE.findall(token)
+    if len(pieces) <= _MAX_PIECES and sum(map(len, pieces)) <= _MAX_LETTERS:
+        yield word[0]
+        return
+    for piece in pieces:
+        if len(piece) > _LONG_WORD:
+            yield from piece
+        else:
+            yield piece
