@@ -284,7 +284,8 @@ def _is_hedge(sentence: str, answer: str, *, bounds: bool = True, start: int | N
     """Whether the sentence offers other values besides the answer, which it has, or denies it."""
     start = sentence.rfind(answer) if start is None else start
     bare = not _LETTERS_RE.search(sentence)
-    others = _VALUE_LIKE_RE if _VALUE_LIKE_RE.fullmatch(answer.strip(" ,;:.")) else _NOTHING_RE  # a formula has values in it
+    plain = _VALUE_LIKE_RE.fullmatch(answer.strip(" ,;:."))
+    others = _VALUE_LIKE_RE if plain else _NOTHING_RE  # a formula has values in it
     return start >= 0 and is_hedged(sentence, start, start + len(answer), others, bounds=bounds, commas=bare)
 
 
