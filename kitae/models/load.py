@@ -1,6 +1,7 @@
 """Find a model (folder, hub id or short name), load it, and write trained ones back as ordinary folders."""
 
 import importlib.util
+import os
 import platform
 import shutil
 import tempfile
@@ -421,7 +422,9 @@ def written_whole(folder: Path) -> Iterator[Path]:
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.parent.mkdir(parents=True, exist_ok=True)
     yield scratch
+    mask = os.umask(0o077)  # there is no other way to read it
+    os.umask(mask)
     for path in scratch.iterdir():
-        path.chmod(0o644)  # weights are written with permissions for their owner alone
+        path.chmod(0o666 & ~mask)  # weights are written with permissions for their owner alone
     shutil.rmtree(folder, ignore_errors=True)
     scratch.rename(folder)

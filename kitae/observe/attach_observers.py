@@ -1,11 +1,13 @@
 """Attach all observers of a run: the progress on the screen, and those that the settings ask for."""
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
 from kitae.config.root import Root
+from kitae.errors import ConfigError
 from kitae.observe.config import ObserveConfig
 from kitae.observe.diagnosis import LiveDiagnosis
 from kitae.observe.diagnosis.base import Finding
@@ -64,8 +66,11 @@ def watched(config: Root, observe: ObserveConfig, run: Path, screen: Observer) -
 def _server(observe: ObserveConfig, run: Path, screen: Observer) -> MetricsServer | None:
     if not observe.metrics_port:
         return None
+    key = os.environ.get(observe.metrics_key_env, "")
+    if observe.metrics_key_env and not key:
+        raise ConfigError(f"observe.metrics_key_env: the variable {observe.metrics_key_env} must hold a key, got none")
     try:
-        server = MetricsServer(run, observe.metrics_host, observe.metrics_port)
+        server = MetricsServer(run, observe.metrics_host, observe.metrics_port, key)
     except OSError as error:
         screen.note(f"no /metrics for this run: observe.metrics_port {observe.metrics_port} cannot be used: {error}")
         return None

@@ -4,6 +4,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
+from kitae.clients.addresses import is_loopback
 from kitae.section import Section
 
 TrackerName = Literal["tensorboard", "wandb", "mlflow", "trackio"]
@@ -22,6 +23,11 @@ class ObserveConfig(Section):
         0, ge=0, le=65535, description="Port of an HTTP server with /metrics for Prometheus; 0: none."
     )
     metrics_host: str = Field("127.0.0.1", min_length=1, description="Address that this server listens on.")
+    metrics_key_env: str = Field(
+        "",
+        description="The variable of the environment with the key that a scraper must send as a bearer token. Without "
+        "one, the server listens on this machine alone.",
+    )
     on_finish: str = Field(
         "", description="A command, or the URL of a webhook: called when the run has finished or was stopped."
     )
@@ -32,4 +38,9 @@ class ObserveConfig(Section):
     def _coherent(self) -> Self:
         if len(set(self.trackers)) < len(self.trackers):
             raise ValueError(f"observe.trackers must name each tracker once, got {', '.join(self.trackers)}")
+        if self.metrics_port and not self.metrics_key_env and not is_loopback(self.metrics_host):
+            raise ValueError(
+                f"observe.metrics_host {self.metrics_host!r} lets others in, so that scrapers need a key: set "
+                "observe.metrics_key_env to the name of a variable that holds one"
+            )
         return self

@@ -5,9 +5,10 @@
     kitae_eval_avg{run="quickstart-001"} 0.515625
     kitae_finding{run="quickstart-001",rule="lr-too-high"} 1
 
-The server listens on the loopback address unless the settings say otherwise, because it has no password.
+The server listens on the loopback address; on another one a scraper needs a key.
 """
 
+import hmac
 import re
 import threading
 from collections.abc import Mapping
@@ -20,19 +21,25 @@ from kitae.observe.trackers import numbers_of
 
 
 class MetricsServer(Silent):
-    """An observer that serves the metrics. Raises OSError if the port is taken. port 0: any free one."""
+    """An observer that serves the metrics. Raises OSError if the port is taken. port 0: any free one.
 
-    def __init__(self, run: Path, host: str, port: int) -> None:
+    key: what a request must send as `Authorization: Bearer …`; "": nothing.
+    """
+
+    def __init__(self, run: Path, host: str, port: int, key: str = "") -> None:
         self._run = run.name
         self._values: dict[str, float] = {}
         self._rules: set[str] = set()
         self._lock = threading.Lock()
-        page = self.page
+        page, expected = self.page, f"Bearer {key}".encode()
 
         class Handler(BaseHTTPRequestHandler):
             timeout = 10
 
             def do_GET(self) -> None:
+                if key and not hmac.compare_digest(self.headers.get("Authorization", "").encode(), expected):
+                    self.send_error(401)
+                    return
                 found = self.path.partition("?")[0] == "/metrics"
                 body = page().encode() if found else b"there is only /metrics\n"
                 self.send_response(200 if found else 404)

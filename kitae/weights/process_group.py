@@ -1,5 +1,6 @@
 """A process group of torch.distributed made for the occasion, apart from that of the trainer's ranks."""
 
+import socket
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
@@ -10,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+
+from kitae.clients.addresses import is_loopback
 
 Backend = Literal["gloo", "nccl"]
 
@@ -33,7 +36,8 @@ class BroadcastGroup:
 
         def meet() -> None:
             try:
-                group = _make_group(PrefixStore(key, store), rank, size, backend, deadline)
+                here = isinstance(store, TCPStore) and is_loopback(store.host)
+                group = _make_group(PrefixStore(key, store), rank, size, backend, deadline, here)
                 made.append(cls(key, group, backend, deadline))
             except Exception as error:
                 made.append(error)
@@ -89,16 +93,26 @@ def current_device() -> torch.device:
 
 
 def host_store(host: str, deadline: float) -> TCPStore:
-    """Where the members of groups meet; it ends with its owner."""
-    return TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=deadline))
+    """Where the members of groups meet; it ends with its owner. It listens on this address alone: torch by itself
+    listens on all that the machine has, and asks nobody for a secret."""
+    taken = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    port, patience = taken.getsockname()[1], timedelta(seconds=deadline)
+    return TCPStore(
+        host, port, is_master=True, wait_for_workers=False, timeout=patience, master_listen_fd=taken.detach()
+    )
 
 
 def join_store(host: str, port: int, deadline: float) -> TCPStore:
     return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=deadline))
 
 
-def _make_group(store: Store, rank: int, size: int, backend: Backend, deadline: float) -> Any:
-    """torch's own types do not know the methods that both have."""
+def _make_group(store: Store, rank: int, size: int, backend: Backend, deadline: float, here: bool) -> Any:
+    """torch's own types do not know the methods that both have. here: all members are on this machine."""
+    if backend == "gloo" and here:
+        gloo: Any = dist.ProcessGroupGloo
+        wanted = gloo._Options()
+        wanted._devices, wanted._timeout = [gloo.create_device(hostname="127.0.0.1")], timedelta(seconds=deadline)
+        return gloo(store, rank, size, wanted)
     if backend == "gloo":
         return dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=deadline))
     options = dist.ProcessGroupNCCL.Options()

@@ -42,8 +42,8 @@ class Mcp:
 
     def __init__(self, params: Mapping[str, Any]) -> None:
         self._params = read_params(McpParams, params, "mcp")
-        variables = program_variables(self._params.pass_on, self._params.env)
-        setup = {"command": list(self._params.command), "env": variables, "cwd": self._params.cwd}
+        self.variables = program_variables(self._params.pass_on, self._params.env)
+        setup = {"command": list(self._params.command), "env": self.variables, "cwd": self._params.cwd}
         self._processes = EpisodeProcesses(
             "kitae.envs.mcp.mcp_process", setup, "speaker with an MCP server", ConfigError
         )

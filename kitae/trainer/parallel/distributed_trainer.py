@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import TCPStore
 
 from kitae.config.root import Root
 from kitae.data.packing import pack
@@ -27,6 +26,7 @@ from kitae.trainer.parallel.rank_frames import totals_of_wire
 from kitae.trainer.sample_wire import samples_to_wire
 from kitae.types import Sample, SampleKey
 from kitae.weights.base import Address, Manifest, Mode
+from kitae.weights.process_group import host_store
 from kitae.weights.published_version import ReadWriteLock, WeightStore
 from kitae.workers.base import Cluster, LaunchSpec
 from kitae.workers.connection import CallFailed, Deadlines, RemoteWorker
@@ -35,6 +35,7 @@ from kitae.workers.frames import Array, Frame
 POOL = "trainer"
 
 _LIMITS = Deadlines(start=1800.0, answer=3600.0, silence=60.0, close=10.0)
+_MEETING = 300.0  # seconds in which ranks must meet
 _AFTERMATH = 2.0  # seconds in which the others may say what happened to them too
 _meetings = itertools.count()
 
@@ -73,7 +74,7 @@ class RankedTrainer:
         """All ranks, or none: `TrainerError` with what one of them refuses, `TrainerLost` where one ends instead."""
         if self._teacher is not None:
             await self._teacher.start()
-        store = TCPStore(self._cluster.host, 0, is_master=True, wait_for_workers=False)
+        store = host_store(self._cluster.host, _MEETING)
         self._store = store  # where ranks meet: it lives as long as they do
         meeting = f"{os.getpid()}-{next(_meetings)}"
         size = self._config.cluster.ranks

@@ -30,9 +30,7 @@ class Verdict:
     unused: bool = False
 
 
-def take_verdicts(
-    reports: Iterator[Report], tests: list[str], alone: bool = False
-) -> tuple[list[Verdict], list[str]]:
+def take_verdicts(reports: Iterator[Report], tests: list[str], alone: bool = False) -> tuple[list[Verdict], list[str]]:
     """The verdicts in a checker's reports, and the tests that it did not reach. alone: no candidate was there, so that
     tests which fail before they reach it are at fault."""
     loaded = next(reports)

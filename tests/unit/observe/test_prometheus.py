@@ -8,7 +8,9 @@ from types import SimpleNamespace
 from typing import cast
 
 import pytest
+from pydantic import ValidationError
 
+from kitae.observe.config import ObserveConfig
 from kitae.observe.prometheus import MetricsServer
 from kitae.observe.step_report import StepReport
 
@@ -54,3 +56,23 @@ def test_nothing_else_is_there(server: MetricsServer) -> None:
 def test_a_port_that_is_taken(server: MetricsServer) -> None:
     with pytest.raises(OSError, match="in use"):
         MetricsServer(Path("runs/toy-002"), "127.0.0.1", server.port)
+
+
+def test_a_key_keeps_others_out() -> None:
+    server = MetricsServer(Path("runs/toy-001"), "127.0.0.1", 0, key="s3cret")
+    try:
+        url = f"http://127.0.0.1:{server.port}/metrics"
+        for said in ("", "Bearer", "Bearer s3cret2", "s3cret"):
+            wrong = {"Authorization": said} if said else {}
+            with pytest.raises(urllib.error.HTTPError, match="401"):
+                urllib.request.urlopen(urllib.request.Request(url, headers=wrong), timeout=10)
+        right = urllib.request.Request(url, headers={"Authorization": "Bearer s3cret"})
+        assert urllib.request.urlopen(right, timeout=10).status == 200
+    finally:
+        server.close()
+
+
+def test_a_server_for_others_has_a_key() -> None:
+    with pytest.raises(ValidationError, match="metrics_key_env"):
+        ObserveConfig(metrics_port=9000, metrics_host="0.0.0.0")
+    ObserveConfig(metrics_port=9000, metrics_host="0.0.0.0", metrics_key_env="KEY")
