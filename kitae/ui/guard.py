@@ -53,7 +53,7 @@ class Door:
         return not self.token or hmac.compare_digest(self.token.encode(), token.encode())
 
 
-class Guard:
+class PageGuard:
     """ASGI middleware that checks every request and adds the headers to every answer."""
 
     def __init__(self, app: ASGIApp, door: Door) -> None:

@@ -16,7 +16,7 @@ from starlette.staticfiles import StaticFiles
 from kitae.clients.addresses import address_of, is_loopback, listen
 from kitae.errors import ConfigError, KitaeError
 from kitae.ui import live_events, overview, prompt_history, queries, samples, schedule
-from kitae.ui.guard import Door, Guard
+from kitae.ui.guard import Door, PageGuard
 from kitae.ui.library import Library
 from kitae.ui.records import as_json
 from kitae.ui.tables import Tables
@@ -149,7 +149,7 @@ class _Assets(StaticFiles):
 
 def make_app(library: Library, door: Door) -> Starlette:
     routes = RunPages(library).routes()
-    app = Starlette(routes=routes, middleware=[Middleware(Guard, door=door)])
+    app = Starlette(routes=routes, middleware=[Middleware(PageGuard, door=door)])
     app.mount("/assets", _Assets(directory=STATIC / "assets"))
     return app
 
