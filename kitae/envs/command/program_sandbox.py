@@ -66,7 +66,7 @@ def sandboxed(
     named = [Path(word) for word in command[1:] if os.path.isabs(word) and Path(word) not in _TOO_MUCH]
     needed = [*map(Path, _NAMES), *_homes_of(Path(sys.executable)), *_homes_of(program), *named, *readable, folder]
     shown = list[Path]()
-    for place in (seen for need in needed for seen in (need, need.resolve())):
+    for place in (seen for need in needed for seen in (need, _resolved(need))):
         if not any(place.is_relative_to(above) for above in (*map(Path, _SYSTEM), *shown)):
             shown.append(place)
     words += [*_bound("--ro-bind-try", shown), *_bound("--bind-try", writable)]
@@ -96,6 +96,13 @@ def _bound(how: str, places: Iterable[Path]) -> list[str]:
     return [word for place in places for word in (how, str(place), str(place))]
 
 
+@functools.cache
+def _resolved(place: Path) -> Path:
+    """Of what is shown, which stays where it is for as long as a run."""
+    return place.resolve()
+
+
+@functools.cache
 def _homes_of(program: Path) -> list[Path]:
     """The folders that a program needs beside the system's: of itself, of what its link leads to, of the interpreter
     in its first line."""
@@ -119,9 +126,9 @@ def _masked(shown: Sequence[Path], hidden: Iterable[Path], folder: Path) -> list
     """
     wanted = set[Path]()
     for place in (place.resolve() for place in hidden):
-        around = folder.resolve().is_relative_to(place)
+        around = _resolved(folder).is_relative_to(place)
         wanted |= {found.parent for depth in _RUNS for found in place.glob(depth)} if around else {place}
-    seen = [(place, place.resolve()) for place in (*map(Path, _SYSTEM), *shown)]
+    seen = [(place, _resolved(place)) for place in (*map(Path, _SYSTEM), *shown)]
     found = {
         str(name / place.relative_to(real)) for place in wanted for name, real in seen if place.is_relative_to(real)
     }
