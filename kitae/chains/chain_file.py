@@ -9,7 +9,7 @@
     [[stage]]                      # samples and verifies answers
     name = "answers"
     recipe = "quickstart"
-    sample = { keep = "correct", prompts = 64, n = 8 }
+    sample = { keep = "correct", prompts = 64, n = 8 }     # model = "…": those of another model
 
     [[stage]]                      # trains, here on these answers
     name = "learn"
@@ -17,8 +17,8 @@
     training = { lr = 1e-5, batch = 32 }
 
 A stage has a recipe (a name or a path), settings of its own, or both. The first one has a model; each of the others
-takes the model that was trained before it (reward models are passed over). One that names no data takes the answers
-that were sampled before it.
+takes the model that was trained before it (reward models are passed over). One that samples may ask another model
+instead. One that names no data takes the answers that were sampled before it.
 """
 
 import re
@@ -52,6 +52,7 @@ _TOP: dict[str, type] = {
 }
 _NAME = re.compile(r"[A-Za-z0-9._-]+")
 _ORDER = ("prompts", "n", "first")
+_MODEL = "model"
 _SELECTION = tuple(f.name for f in fields(Selection))
 
 Values = dict[str, Any]
@@ -62,7 +63,7 @@ class ChainStage:
     """One stage of one round: `ChainStage(4, round=2, name="learn", values={"method": {"kind": "sft"}, …})`.
 
     values: settings as they were given, without what comes from the stages before. order: what it samples, if it does
-    not train.
+    not train; sampler: the model that it asks, if it is not the chain's own.
     """
 
     number: int
@@ -70,6 +71,7 @@ class ChainStage:
     name: str
     values: Values
     order: SampleOrder | None = None
+    sampler: str | None = None
 
     @property
     def label(self) -> str:
@@ -92,6 +94,8 @@ class ChainStage:
         if self.order is not None:
             order = asdict(self.order)
             found |= {f"sample.{key}": value for key, value in {**order.pop("select"), **order}.items()}
+        if self.sampler is not None:
+            found[f"sample.{_MODEL}"] = self.sampler
         return found
 
 
@@ -129,9 +133,14 @@ class ChainPlan:
     def first_model(self) -> str:
         return str(self.stages[0].values.get("model", {}).get("path", ModelConfig().path))
 
+    def named_models(self) -> list[tuple[ChainStage, str]]:
+        """The models that the file names, and for which stage: they must be there before the first one starts."""
+        samplers = [(stage, stage.sampler) for stage in self.stages if stage.sampler is not None and stage.round == 1]
+        return [(self.stages[0], self.first_model), *samplers]
+
     def config(self, stage: ChainStage) -> Root:
         """The settings of a stage, with what comes from those before it."""
-        links: Values = {"model": {"path": self.model_before(stage) or self.first_model}}
+        links: Values = {"model": {"path": stage.sampler or self.model_before(stage) or self.first_model}}
         if stage.order is None:
             links["run"] = {"name": stage.label, "dir": str(self.folder)}
         if (sampled := self.sampled_before(stage)) is not None:
@@ -174,8 +183,9 @@ def read_chain(path: Path, folder: Path | None = None, rounds: int | None = None
 def check_chain(chain: ChainPlan) -> None:
     """Refuse whatever can be found wrong with any stage before the first one starts; all of it at once."""
     problems: list[str] = []
-    with _about(problems, f"stage {chain.stages[0].label}"):
-        find_model(chain.first_model, download=False)
+    for stage, model in chain.named_models():
+        with _about(problems, f"stage {stage.label}"):
+            find_model(model, download=False)
     for stage in chain.stages:
         if stage.round == 1:  # the others are these again
             with _about(problems, f"stage {stage.label}"):
@@ -247,7 +257,9 @@ def _stage(entry: Values, place: int, turn: int, length: int) -> ChainStage:
         )
     values = _with_recipe({key: value for key, value in entry.items() if key not in ("name", "sample")})
     number = turn * length + place + 1
-    return ChainStage(number, turn + 1, name, values, _order(entry["sample"], turn) if "sample" in entry else None)
+    if "sample" not in entry:
+        return ChainStage(number, turn + 1, name, values)
+    return ChainStage(number, turn + 1, name, values, _order(entry["sample"], turn), _sampler(entry["sample"]))
 
 
 def _with_recipe(entry: Values) -> Values:
@@ -264,7 +276,7 @@ def _order(given: object, turn: int) -> SampleOrder:
     """Each round asks the prompts that follow those of the round before."""
     if not isinstance(given, Mapping):
         raise ConfigError(f"sample must be a table such as {{ keep = 'correct', prompts = 64, n = 8 }}, got {given!r}")
-    valid = (*_SELECTION, *_ORDER)
+    valid = (*_SELECTION, *_ORDER, _MODEL)
     if unknown := [key for key in given if key not in valid]:
         raise ConfigError(f"unknown key sample.{unknown[0]}; valid are {', '.join(valid)}{nearest(unknown[0], valid)}")
     if missing := [key for key in ("keep", "prompts", "n") if key not in given]:
@@ -274,6 +286,13 @@ def _order(given: object, turn: int) -> SampleOrder:
             raise ConfigError(f"sample.{key} must be a whole number, got {given[key]!r}")
     select = Selection(**{key: given[key] for key in _SELECTION if key in given})
     return SampleOrder(given["prompts"], given["n"], select, given.get("first", 0) + turn * given["prompts"])
+
+
+def _sampler(given: Mapping[str, Any]) -> str | None:
+    model = given.get(_MODEL)
+    if _MODEL in given and (not isinstance(model, str) or not model):
+        raise ConfigError(f"sample.{_MODEL} must be a folder, a run, a hub id or a short name, got {model!r}")
+    return model
 
 
 def _has_data(values: Values) -> bool:

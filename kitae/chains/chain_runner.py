@@ -45,9 +45,9 @@ def inspect_chain(chain: ChainPlan) -> None:
 def run_chain(chain: ChainPlan, audience: Audience, watching: Watching = lambda: nullcontext(SampleWatcher())) -> None:
     """Run the stages that are not finished, of a chain that was inspected. watching: shows how far a stage is that
     samples. Raises `Interrupted` where Ctrl-C stopped a stage, which then is saved."""
-    first = chain.config(chain.stages[0])
-    check_model(first.model)
-    with private(first.run.shared):
+    for stage, model in chain.named_models():
+        check_model(chain.config(stage).model.model_copy(update={"path": model}))
+    with private(chain.config(chain.stages[0]).run.shared):
         _run_stages(chain, audience, watching)
 
 

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from kitae.cli.text import as_size, as_time, table
 from kitae.config.root import RLConfig, Root, StageConfig
 from kitae.errors import ConfigError
+from kitae.trainer.config import LearningConfig
 
 if TYPE_CHECKING:
     from kitae.study.memory_estimate import Footprint
@@ -55,7 +56,7 @@ def summary(config: RLConfig) -> str:
             f"method     {config.algorithm.preset}, learning rate {t.lr:g}",
             f"data       {data.task or data.gym or data.path or data.hub}, judged by {config.verifier.name}",
             f"steps      {t.steps}, each of {t.prompts_per_step} prompts × {t.group_size} samples of up to "
-            f"{config.sampling.max_tokens} tokens",
+            f"{config.sampling.max_tokens} tokens{_limit(t)}",
             f"held out   {held_out if e.prompts else 'none (eval.prompts = 0)'}",
             f"run folder {config.run.dir}/{config.run.name}-NNN",
         ]
@@ -70,11 +71,15 @@ def stage_summary(config: StageConfig) -> str:
         [
             f"method     {config.method.kind}, learning rate {t.lr:g}",
             f"data       {config.data.source}",
-            f"length     {length}, {t.batch} examples a step",
+            f"length     {length}, {t.batch} examples a step{_limit(t)}",
             f"held out   {held_out if e.examples else 'none (eval.examples = 0)'}",
             f"run folder {config.run.dir}/{config.run.name}-NNN",
         ]
     )
+
+
+def _limit(training: LearningConfig) -> str:
+    return f"; as many as {training.minutes:g} minutes allow" if training.minutes else ""
 
 
 def describe(config: RLConfig, found: "Estimate") -> str:

@@ -70,6 +70,7 @@ def _report(result: "Result", config: Root) -> list[str]:
     from kitae.observe.diagnosis import diagnose
     from kitae.observe.progress import peak_memory_gb
     from kitae.store.run_summary import look, size_of
+    from kitae.store.time_limit import how_it_ended, what_goes_on
 
     folder, before, after = result.folder, result.before, result.after
     try:
@@ -88,6 +89,11 @@ def _report(result: "Result", config: Root) -> list[str]:
             f"{int(count)} {of}, 95 % interval {after['avg_low']:.3f}–{after['avg_high']:.3f})"
         )
     own = "" if config.cluster.backend == "none" else " (the controller; worker processes are not counted)"
+    if result.stopped_by is None and result.step < config.training.steps:
+        lines.append(
+            f"ended              {how_it_ended(result.step, config.training)} (kitae resume {folder} "
+            f"{what_goes_on(result.step, config.training)})"
+        )
     lines += [
         f"peak memory        {peak_memory_gb():.1f} GB{own}",
         f"disk               {as_size(look(folder).size)}, {as_size(size_of(folder / 'checkpoints'))} of it "

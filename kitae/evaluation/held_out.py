@@ -65,12 +65,12 @@ class PairedRuns:
     reason: str = ""
 
 
-def evaluation_due(config: RLConfig | StageConfig, step: int) -> bool:
+def evaluation_due(config: RLConfig | StageConfig, step: int, last: int) -> bool:
     """Whether a run evaluates after this step: before the first one, after the last, and every `eval.every` in between,
     if anything is held out."""
-    every, steps = config.eval.every, config.training.steps
+    every = config.eval.every
     held_out = config.eval.prompts if isinstance(config, RLConfig) else config.eval.examples
-    return held_out > 0 and (step in (0, steps) or bool(every and step % every == 0))
+    return held_out > 0 and (step in (0, last) or bool(every and step % every == 0))
 
 
 # Writing.

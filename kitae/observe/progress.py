@@ -17,6 +17,8 @@ from typing import Any, Self
 from kitae.config.root import DistilConfig, RLConfig, Root
 from kitae.observe.observer import Reported
 from kitae.observe.plain_output import terminal_of, visible
+from kitae.store.run_folder import Metrics
+from kitae.store.time_limit import TimeLimit
 
 _COLUMNS = (
     ("step", "step", "{:.0f}"),
@@ -107,6 +109,7 @@ class Progress:
         self.log = log
         self.columns = _columns(config)
         self._seconds: deque[float] = deque(maxlen=10)
+        self._limit = TimeLimit(config.training.minutes, Metrics(folder / "metrics.jsonl"))
         self._reasons: set[str] = set()
 
     def __enter__(self) -> Self:
@@ -169,7 +172,9 @@ class Progress:
 
     def _eta(self, row: dict[str, Any]) -> str:
         self._seconds.append(row["step_seconds"])
+        self._limit.spend(row["step_seconds"])
         left = (self.config.training.steps - row["step"]) * sum(self._seconds) / len(self._seconds)
+        left = max(0.0, min(left, self._limit.left))
         return f"{left / 60:.0f} min" if left >= 100 else f"{left:.0f} s"
 
 

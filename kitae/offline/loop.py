@@ -20,6 +20,7 @@ from kitae.offline.base import Item, Method
 from kitae.offline.example_batches import ExampleBatches
 from kitae.store.checkpoints import Frontier
 from kitae.store.run_folder import RunStore
+from kitae.store.time_limit import TimeLimit
 from kitae.trainer.base import Mark, Trainer
 
 
@@ -47,6 +48,8 @@ class OfflineLoop:
         self.frontier = frontier
         self.timeline = Timeline(store.folder)
         self._seconds: dict[str, float] = {}  # of the lap
+        self._limit = TimeLimit(config.training.minutes, store.metrics)
+        self.last_step = frontier.step if self._limit.is_reached else config.training.steps
         self._stopping = False
 
     def stop(self) -> None:
@@ -55,24 +58,22 @@ class OfflineLoop:
     async def run(self) -> dict[str, Any] | None:
         """Train up to the last step, and return the evaluation after it, if anything is held out. Raises `Stopped`
         after `stop`."""
-        if evaluation_due(self.config, self.frontier.step):  # a run that was killed may have lost it
+        if evaluation_due(self.config, self.frontier.step, self.last_step):  # a run that was killed may have lost it
             await self.evaluate(self.frontier.step)
         await self._train_steps()
-        after = await self.evaluate(self.config.training.steps)
+        after = await self.evaluate(self.last_step)
         if self._stopping:
             raise Stopped
         return after
 
     async def _train_steps(self) -> None:
-        steps, began = self.config.training.steps, now()
-        first = self.frontier.step + 1
-        coming = asyncio.create_task(asyncio.to_thread(self.data.batch, first)) if first <= steps else None
-        for step in range(first, steps + 1):
+        began, coming = now(), self._coming(self.frontier.step + 1)
+        while (step := self.frontier.step + 1) <= self.last_step:
             if self._stopping:
                 raise Stopped
             assert coming is not None
             items = await self._timed("wait", coming)
-            coming = asyncio.create_task(asyncio.to_thread(self.data.batch, step + 1)) if step < steps else None
+            coming = self._coming(step + 1)
             with self.timeline.span("train", step):
                 report = await self._learn(step, items)
             end = now()
@@ -80,13 +81,24 @@ class OfflineLoop:
             began, self._seconds = end, {}
             self.store.metrics.append(report.row())
             self.observer.step(report)
-            if step % self.config.checkpoint.every == 0 or step == steps:
+            self._limit.spend(report.times.step)
+            if self._limit.is_reached:
+                self.last_step = step
+            if step % self.config.checkpoint.every == 0 or step == self.last_step:
                 self.observer.status(f"step {step}: saving a checkpoint")
                 with self.timeline.span("save", step):
                     await self._timed("save", self.save())
-            if evaluation_due(self.config, step) and step < steps:
+            if evaluation_due(self.config, step, self.last_step) and step < self.last_step:
                 with self.timeline.span("evaluate", step):
                     await self._timed("evaluate", self.evaluate(step))
+        if coming is not None:  # the limit of time was reached first
+            coming.cancel()
+
+    def _coming(self, step: int) -> "asyncio.Task[list[Item]] | None":
+        """The batch of a step, made while the one before it is trained."""
+        if step > self.last_step:
+            return None
+        return asyncio.create_task(asyncio.to_thread(self.data.batch, step))
 
     async def save(self) -> None:
         await self.store.sync()

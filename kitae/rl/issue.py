@@ -85,10 +85,10 @@ class Issuing:
     def _next_step(self) -> int:
         return self._buffer.version + 1
 
-    async def feed(self, tasks: asyncio.TaskGroup) -> None:
+    async def feed(self, tasks: asyncio.TaskGroup, last_step: int) -> None:
         """Fill first the slots that an interrupted run had issued and not trained, then new ones, as many as are
-        wanted."""
-        needed = (self.config.training.steps - self._buffer.version) * self._buffer.size
+        wanted up to the last step."""
+        needed = (last_step - self._buffer.version) * self._buffer.size
         resumed = await self._resumed(needed)
         for _ in range(needed - len(resumed)):
             self._wanted.release()

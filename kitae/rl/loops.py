@@ -31,7 +31,7 @@ from kitae.envs.rollouts import Episodes
 from kitae.errors import Stopped, root_cause
 from kitae.evaluation.held_out import evaluation_due
 from kitae.observe.observer import Observer
-from kitae.observe.step_report import BatchStats, StepReport
+from kitae.observe.step_report import BatchStats, Generation, Lap, StepReport
 from kitae.observe.timeline import Timeline
 from kitae.observe.token_numbers import TOKENS_MB, TokenFiles
 from kitae.rl import reporting
@@ -43,6 +43,7 @@ from kitae.rl.watchdog import Watch, whereabouts
 from kitae.rl.weight_sync import WeightSync
 from kitae.store.checkpoints import Frontier
 from kitae.store.run_folder import RunStore
+from kitae.store.time_limit import TimeLimit
 from kitae.trainer.base import THREADS
 from kitae.trainer.learner import Learner, Learnt
 
@@ -95,7 +96,10 @@ class NoEvaluations:
 
 
 class Pipeline:
-    """The loops of a run and what they share. `run` trains to the last step; `stop` ends it at a safe point."""
+    """The loops of a run and what they share. `run` trains to the last step; `stop` ends it at a safe point.
+
+    last_step: `training.steps`, or the step that reached `training.minutes`, once it has.
+    """
 
     safe_point = "at the next safe point"
 
@@ -119,13 +123,16 @@ class Pipeline:
         self.learner = learner
         self.weights = weights
         self.observer = observer
+        self._limit = TimeLimit(t.minutes, store.metrics)
+        trained = max(frontier.step, store.journal.last_step())
+        self.last_step = trained if self._limit.is_reached else t.steps
         self._updates = frontier.updates  # at the end of the last step, like the state
         self._state = learner.state()
         self.evaluations = evaluations
         self.spot_check = SpotCheck.of(config, learner, engine, weights.tolerance, self._record_refusal)
         self.timeline = Timeline(store.folder)
         self.tokens = TokenFiles(store.folder, TOKENS_MB, observer.note)
-        self.tokens.forget_after(max(frontier.step, store.journal.last_step()))
+        self.tokens.forget_after(trained)
         self.watch = Watch(p.stall_limit, self._pulse, store.folder / "stalled.txt")
         self.buffer = Buffer(t.prompts_per_step, p.max_staleness, frontier.step)
         rates = store.journal.pass_rates() if Curriculum.active(p) else {}
@@ -149,21 +156,25 @@ class Pipeline:
             self.buffer.on_overdue = self.issuing.give_up
         # Whether training overlaps with sampling. Where the trainer needs the memory of the cache, they take turns.
         self._overlaps = p.max_staleness > 0 and config.engine.keep_cache
+        self._feeding: asyncio.Task[None] | None = None
         self._settling: asyncio.Task[None] | None = None
         self._evaluating: asyncio.Task[None] | None = None
         self._after: dict[str, float] = {}  # seconds after the last report that training waited for, by part
         self._stop = asyncio.Event()
 
     async def run(self) -> dict[str, Any] | None:
-        """Train up to the configured number of steps, and return the evaluation after the last, if one is due. Raises
-        what went wrong, or `Stopped` after `stop`."""
-        steps = self.config.training.steps
-        if evaluation_due(self.config, self.frontier.step):  # a run that was killed may have lost it
+        """Train up to the last step, and return the evaluation after it, if one is due. Raises what went wrong, or
+        `Stopped` after `stop`."""
+        if self._evaluation_due(self.frontier.step):  # a run that was killed may have lost it
             await self.or_stop(self.evaluations.at(self.frontier.step))
         await self._run_loops()
-        for left in self.store.journal.pending():  # of a run that was made shorter
-            await self.store.journal.skip_slot(steps, left.number, "the run ended")
-        return await self.or_stop(self.evaluations.at(steps)) if evaluation_due(self.config, steps) else None
+        last = self.last_step
+        for left in self.store.journal.pending():  # of a run that was made shorter, or had no more time
+            await self.store.journal.skip_slot(last, left.number, "the run ended")
+        return await self.or_stop(self.evaluations.at(last)) if self._evaluation_due(last) else None
+
+    def _evaluation_due(self, step: int) -> bool:
+        return evaluation_due(self.config, step, self.last_step)
 
     async def _run_loops(self) -> None:
         try:
@@ -171,12 +182,12 @@ class Pipeline:
                 endless = [tasks.create_task(self.watch.guard(), name="watch")]
                 laps = reporting.Laps(self.engine)
                 await self._train_journalled_steps(tasks, laps)
-                endless.append(tasks.create_task(self.issuing.feed(tasks), name="feed"))
-                endless.append(tasks.create_task(self.issuing.snapshots(), name="snapshots"))
+                self._feeding = tasks.create_task(self.issuing.feed(tasks, self.last_step), name="feed")
+                endless += [self._feeding, tasks.create_task(self.issuing.snapshots(), name="snapshots")]
                 await tasks.create_task(self._train_loop(tasks, laps), name="train")
                 for task in endless:
                     task.cancel()
-                self.issuing.cancel()  # of a run that was made shorter, some slots are left
+                self.issuing.cancel()  # of a run that was made shorter, or had no more time, some slots are left
         except BaseExceptionGroup as group:
             raise root_cause(group) from None
 
@@ -224,7 +235,7 @@ class Pipeline:
             await self._settled()
 
     async def _train_loop(self, tasks: asyncio.TaskGroup, laps: reporting.Laps) -> None:
-        for step in range(self.frontier.step + 1, self.config.training.steps + 1):
+        while (step := self.frontier.step + 1) <= self.last_step:
             began = now()
             with self.watch.waits("train", "a batch", self._what_is_missing):
                 slots = await self.or_stop(self.buffer.take())
@@ -249,11 +260,11 @@ class Pipeline:
         self._updates, self._state = self.learner.updates, self.learner.state()
         self.buffer.train(step)
         parts, self._after = {**self._after, "wait": work.waited, **learnt.seconds}, {}
-        lap = laps.lap(parts) if self._overlaps else None
+        lap = self._lap(laps, parts, work) if self._overlaps else None
 
         def describe(sync: Mapping[str, float]) -> StepReport:
             """Called when the version is served; the lap ends then, unless training has gone on meanwhile."""
-            timed = lap or laps.lap({**parts, "sync": sync["sync_seconds"]})
+            timed = lap or self._lap(laps, {**parts, "sync": sync["sync_seconds"]}, work)
             return reporting.step_report(step, work.sampled, ages, learnt, timed, work.given_up, sync)
 
         self._settling = tasks.create_task(self._settle(tasks, step, describe, work.logged), name="settle")
@@ -261,6 +272,17 @@ class Pipeline:
             with self.watch.waits("train", f"the sync of version {step}"):
                 await self._settled()  # the next batch is taken by the version that the engine serves
                 await self._evaluated()
+
+    def _lap(self, laps: reporting.Laps, parts: Mapping[str, float], work: "_StepWork") -> tuple[Lap, Generation]:
+        """The time of a step. If none is left after it, it is the last one, and no more prompts are issued."""
+        found = laps.lap(parts)
+        if not work.logged:
+            self._limit.spend(found[0].step)
+            if self._limit.is_reached:
+                self.last_step = self.store.journal.last_step()
+                if self._feeding is not None:
+                    self._feeding.cancel()
+        return found
 
     async def _learn(self, work: "_StepWork") -> Learnt:
         """The updates of a step. Its groups are sorted by id, so that their order of arrival does not matter."""
@@ -333,11 +355,11 @@ class Pipeline:
         if not logged:
             self.store.metrics.append(made.row())
             self.observer.step(made)
-        if step % self.config.checkpoint.every == 0 or step == self.config.training.steps:
+        if step % self.config.checkpoint.every == 0 or step == self.last_step:
             self.observer.status(f"step {step}: saving a checkpoint")
             with self._following("save", step), self.watch.waits("settle", "the checkpoint"):
                 await self.save()
-        if evaluation_due(self.config, step) and step < self.config.training.steps:
+        if self._evaluation_due(step) and step < self.last_step:
             self._evaluating = tasks.create_task(self._evaluate(step), name="evaluate")
 
     async def _evaluate(self, step: int) -> None:

@@ -17,8 +17,9 @@ from kitae.evaluation.held_out import forget_after
 from kitae.observe.observer import Observer
 from kitae.store.checkpoints import START, Frontier
 from kitae.store.provenance import check_data, record_data
-from kitae.store.run_folder import LEARNING, Result, RunStore, changes_of_learning
+from kitae.store.run_folder import LEARNING, Metrics, Result, RunStore, changes_of_learning
 from kitae.store.run_summary import look
+from kitae.store.time_limit import TimeLimit
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +112,8 @@ def finished(folder: Path, config: Root) -> Result | None:
     seen = look(folder)
     if not (seen.is_finished and seen.has_model):
         return None
-    if seen.step == config.training.steps:
+    limit = TimeLimit(config.training.minutes, Metrics(folder / "metrics.jsonl"))
+    if seen.step == config.training.steps or limit.is_reached:
         by_step = {row["step"]: row for row in seen.evaluations}
         return Result(folder, None, seen.step, by_step.get(0), by_step.get(seen.step))
     if not seen.checkpoints:

@@ -35,6 +35,7 @@ from kitae.store.checkpoints import Frontier
 from kitae.store.disk import flush
 from kitae.store.permissions import private
 from kitae.store.run_folder import Result, RunStore
+from kitae.store.time_limit import how_it_ended, what_goes_on
 from kitae.trainer.base import Trainer
 from kitae.workers.backends import open_cluster
 from kitae.workers.base import Cluster
@@ -70,9 +71,10 @@ def resume(
                 f"{store.config.method.kind!r} samples none: --from CHECKPOINT alone goes back to an older one"
             )
         if checkpoint is None and (result := finished(folder, store.config)) is not None:
+            t = store.config.training
             audience.note(
-                f"{folder} is finished: {result.step} of {result.step} steps; its model is {result.model}\n"
-                f"train it further with: kitae resume {folder} training.steps={2 * result.step}"
+                f"{folder} is finished: {how_it_ended(result.step, t)}; its model is {result.model}\n"
+                f"train it further with: kitae resume {folder} {what_goes_on(result.step, t)}"
             )
             return result
         return go_on(store, audience, checkpoint, forget)
@@ -124,9 +126,11 @@ def _last_logged(store: RunStore) -> int:
 
 
 class Loop(Protocol):
-    """What trains. safe_point: where it stops, in words."""
+    """What trains. safe_point: where it stops, in words. last_step: the one that the run ends with, as far as is known
+    yet."""
 
     safe_point: str
+    last_step: int
 
     @property
     def frontier(self) -> Frontier: ...
@@ -166,8 +170,10 @@ async def _attempt(
                 await _save_stopped(store, observer, loop)
                 stopped_by = interrupts.received or signal.SIGINT
                 return Result(store.folder, stopped_by, loop.frontier.step, loop.evaluation(0), None)
+        if loop.last_step < plan.config.training.steps:
+            observer.note(f"the run ends: {how_it_ended(loop.last_step, plan.config.training)}")
         await _finish(store, observer, trainer, after)
-        return Result(store.folder, None, plan.config.training.steps, loop.evaluation(0), after)
+        return Result(store.folder, None, loop.last_step, loop.evaluation(0), after)
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,6 +51,7 @@ CHANGEABLE = (
     *LEARNING,
     "model.device",
     "training.steps",
+    "training.minutes",
     "training.token_budget",
     "training.checkpoint_activations",
     "method.teacher.place",

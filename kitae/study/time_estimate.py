@@ -8,6 +8,7 @@ may be. Attention over long contexts, the verifier and other programs on the mac
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import inf
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -100,7 +101,9 @@ def estimate(config: RLConfig) -> Estimate:
             evaluations += once * (2 + (t.steps // e.every if e.every else 0))
     saves = (t.steps // config.checkpoint.every + 1) * trained * (4 + moment_bytes(config)) / _DISK
     fixed = _START[device.type] + saves
-    whole = (generation + training) * t.steps + evaluations + Range(fixed / 2, fixed)
+    most = 60 * t.minutes or inf
+    steps = (generation + training) * t.steps
+    whole = Range(min(steps.low, most), min(steps.high, most)) + evaluations + Range(fixed / 2, fixed)
     needs = None if is_spread(config) else footprint(config, model, device, dtype, full)
     return Estimate(device, dtype, model, needs, generation, training, evaluations, whole)
 

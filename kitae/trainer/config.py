@@ -11,6 +11,14 @@ class LearningConfig(Section):
     """How weights are updated, whatever they learn from."""
 
     steps: int = Field(100, ge=1, description="Steps to train: one batch each.")
+    minutes: float = Field(
+        0.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="Minutes that the steps may take, in all attempts together: the run ends with the step that "
+        "reaches them, as it would after its last one; 0: no limit. Loading, the first and the last evaluation come "
+        "on top.",
+    )
     lr: float = Field(1e-5, gt=0, description="Peak learning rate.")
     warmup_steps: int = Field(0, ge=0, description="Optimizer steps of linear warm-up.")
     schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="What follows the warm-up.")

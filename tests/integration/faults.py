@@ -481,7 +481,7 @@ class Trial:
             assert fates["trained"] + fates["dropped"] == steps * PROMPTS, self._say(str(fates))
         found = rows(self.run)
         assert [r["step"] for r in found if r["kind"] == "step"] == list(range(1, steps + 1)), self._say("steps")
-        due = {step for step in range(steps + 1) if evaluation_due(config, step)}
+        due = {step for step in range(steps + 1) if evaluation_due(config, step, steps)}
         if self.plan.extended and config.eval.prompts:
             due.add(self.plan.steps)
         evaluations = [(r["step"], r["avg"] is not None) for r in found if r["kind"] == "eval"]

@@ -55,6 +55,35 @@ def crash_at(monkeypatch: pytest.MonkeyPatch, step: int) -> Iterator[None]:
         yield
 
 
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_a_run_ends_with_the_step_that_reaches_its_time_and_goes_on_with_more(tmp_path: Path, staleness: int) -> None:
+    settings = ("training.steps=5", f"pipeline.max_staleness={staleness}", "eval.prompts=4", "checkpoint.every=4")
+    short = run_toy(tmp_path, *settings, "training.minutes=1e-6")  # no step is as short
+    assert (short.step, short.stopped_by) == (1, None)
+    assert short.model.is_dir() and (short.folder / "checkpoints" / "step-000001").is_dir()
+    assert [row["step"] for row in rows(short.folder) if row["kind"] == "eval"] == [0, 1]
+    check_ledger(short.folder, toy_config(tmp_path, *settings))
+    assert train_run.resume(short.folder, Bystander(Silent())).step == 1  # nothing is left to do
+    assert train_run.resume(short.folder, Bystander(Silent()), ["training.minutes=60"]).step == 5
+    check_ledger(short.folder, toy_config(tmp_path, *settings))
+    if not staleness:
+        whole = run_toy(tmp_path, *settings)
+        ours, theirs = ([r["reward"] for r in rows(f.folder) if r["kind"] == "step"] for f in (short, whole))
+        assert ours == theirs
+        ours, theirs = (load_file(run.model / "model.safetensors") for run in (short, whole))
+        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_a_killed_run_whose_time_is_up_trains_what_it_has_and_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = ("training.steps=5", "eval.prompts=0", "checkpoint.every=2")
+    with crash_at(monkeypatch, 4):
+        run_toy(tmp_path, *settings)
+    ended = go_on(tmp_path, "training.minutes=1e-6")  # step 3 is in the journal, and in no checkpoint
+    assert ended.step == 3 and (ended.folder / "checkpoints" / "step-000003").is_dir()
+
+
 def events(run: Path, kind: str) -> list[str]:
     journal = Journal(run / "journal.sqlite", read_only=True)
     found = [detail for _, what, detail in journal.events() if what == kind]

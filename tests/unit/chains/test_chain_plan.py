@@ -9,6 +9,7 @@ from kitae.chains.chain_file import ChainPlan, check_chain, read_chain
 from kitae.config.locate import find_chain, shipped_chains
 from kitae.config.root import RLConfig, StageConfig
 from kitae.errors import ConfigError
+from kitae.models.load import find_model
 
 RAFT = """
 rounds = 2
@@ -82,6 +83,19 @@ def test_a_stage_with_data_of_its_own_keeps_it(folder: Path) -> None:
     assert isinstance(config, StageConfig) and config.data.path == "rows.jsonl"
 
 
+def test_a_stage_may_sample_from_another_model(folder: Path) -> None:
+    other = find_model("tiny")
+    assert other is not None
+    chain = chain_of(folder, RAFT.replace("n = 4", f'n = 4, model = "{other}"'))
+    check_chain(chain)
+    learnt = "runs/mine/02-learn-001"
+    paths = [str(other), "tiny", str(other), learnt]  # who trains goes on with the chain's own model
+    assert [chain.config(stage).model.path for stage in chain.stages] == paths
+    assert chain.first_model == "tiny"
+    given = [stage.given() for stage in chain_of(folder, RAFT).stages]
+    assert chain.stages[0].given() == {**given[0], "sample.model": str(other)}  # another model is another stage
+
+
 def test_a_reward_model_is_not_what_the_next_stage_trains(folder: Path) -> None:
     pairs = RAFT.replace('"correct"', '"pairs"').replace("rounds = 2", "")
     chain = chain_of(folder, f"{pairs}[[stage]]\nname = 'judge'\nmethod.kind = 'reward'\neval.examples = 0\n{STEP}")
@@ -117,6 +131,10 @@ def test_preferences_need_pairs(folder: Path, keep: str) -> None:
         ("n = 4", "n = 0", "stage 1: n must be at least 1, got 0"),
         ("n = 4", 'n = "4"', "sample.n must be a whole number, got '4'"),
         ('model.path = "tiny"', 'model.path = "./nowhere"', "stage 01-answers: model.path './nowhere'"),
+        ("n = 4", 'n = 4, model = "./nowhere"', "stage 01-answers: model.path './nowhere'"),
+        ("n = 4", 'n = 4, model = ""', "sample.model must be a folder, a run, a hub id or a short name, got ''"),
+        ("n = 4", "n = 4, model = 3", "sample.model must be a folder, a run, a hub id or a short name, got 3"),
+        ("lr = 1e-3", "lr = 1e-3, minutes = -1", "stage 02-learn: training.minutes: "),
         ('method.kind = "sft"', 'method.kind = "sft"\nmodel.path = "tiny"', "only the first one names it, got 'tiny'"),
         ("eval.examples = 0", 'data.path = "gone.jsonl"\neval.examples = 0', "stage 02-learn: "),
         ("eval.examples = 0", "", "no held-out examples: set data.eval_path"),
@@ -156,4 +174,4 @@ def test_shipped_chains_are_valid(path: Path) -> None:
     chain = read_chain(path)
     for stage in chain.stages:
         chain.config(stage)
-    assert chain.evaluation("tiny").data.task == "reverse"
+    assert chain.evaluation("tiny").eval.prompts > 0

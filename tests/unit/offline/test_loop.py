@@ -160,3 +160,21 @@ def test_a_run_that_goes_on_has_steps_to_train(sft: StageConfig) -> None:
     with pytest.raises(ConfigError, match=r"training\.steps must be at least 1 for a run that goes on, got 0"):
         train_run.go_on(store, Bystander(Silent()), START)
     assert (folder / "checkpoints" / "step-000002").is_dir()
+
+
+def test_a_run_ends_with_the_step_that_reaches_its_time_and_goes_on_with_more(sft: StageConfig) -> None:
+    whole = run_stage(sft)
+    short = run_stage(override_config(sft, ["training.minutes=1e-6", "training.steps=12"]))  # no step is as short
+    assert (short.step, short.stopped_by) == (1, None)
+    assert short.model.is_dir() and (short.folder / "checkpoints" / "step-000001").is_dir()
+    assert short.after is not None and [row["step"] for row in rows_of(short.folder)] == [0, 1, 1]
+    assert train_run.resume(short.folder, Bystander(Silent())).step == 1  # nothing is left to do
+    assert train_run.resume(short.folder, Bystander(Silent()), ["training.minutes=60"]).step == 12
+    ours, theirs = (load_file(r.model / "model.safetensors") for r in (short, whole))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+@pytest.mark.parametrize("minutes", ["-1", "inf", "nan", "soon"])
+def test_minutes_are_a_number(sft: StageConfig, minutes: str) -> None:
+    with pytest.raises(ConfigError, match=r"training\.minutes"):
+        override_config(sft, [f"training.minutes={minutes}"])

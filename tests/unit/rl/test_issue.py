@@ -72,7 +72,7 @@ class Life:
         slots: list[Slot] = []
         try:
             async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
-                feeding = tasks.create_task(self.issuing.feed(tasks))
+                feeding = tasks.create_task(self.issuing.feed(tasks, last_step=1))
                 if suspend_after is None:
                     slots = await self.buffer.take()
                 else:
