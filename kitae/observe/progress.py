@@ -109,7 +109,7 @@ class Progress:
         self.log = log
         self.columns = _columns(config)
         self._seconds: deque[float] = deque(maxlen=10)
-        self._limit = TimeLimit(config.training.minutes, Metrics(folder / "metrics.jsonl"))
+        self._limit = TimeLimit(config.training.minutes, Metrics(folder / "metrics.jsonl").seconds())
         self._reasons: set[str] = set()
 
     def __enter__(self) -> Self:

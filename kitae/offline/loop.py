@@ -20,7 +20,6 @@ from kitae.offline.base import Item, Method
 from kitae.offline.example_batches import ExampleBatches
 from kitae.store.checkpoints import Frontier
 from kitae.store.run_folder import RunStore
-from kitae.store.time_limit import TimeLimit
 from kitae.trainer.base import Mark, Trainer
 
 
@@ -48,7 +47,7 @@ class OfflineLoop:
         self.frontier = frontier
         self.timeline = Timeline(store.folder)
         self._seconds: dict[str, float] = {}  # of the lap
-        self._limit = TimeLimit(config.training.minutes, store.metrics)
+        self._limit = store.time_limit()
         self.last_step = frontier.step if self._limit.is_reached else config.training.steps
         self._stopping = False
 

@@ -43,7 +43,6 @@ from kitae.rl.watchdog import Watch, whereabouts
 from kitae.rl.weight_sync import WeightSync
 from kitae.store.checkpoints import Frontier
 from kitae.store.run_folder import RunStore
-from kitae.store.time_limit import TimeLimit
 from kitae.trainer.base import THREADS
 from kitae.trainer.learner import Learner, Learnt
 
@@ -123,7 +122,7 @@ class Pipeline:
         self.learner = learner
         self.weights = weights
         self.observer = observer
-        self._limit = TimeLimit(t.minutes, store.metrics)
+        self._limit = store.time_limit()
         trained = max(frontier.step, store.journal.last_step())
         self.last_step = trained if self._limit.is_reached else t.steps
         self._updates = frontier.updates  # at the end of the last step, like the state

@@ -112,7 +112,7 @@ def finished(folder: Path, config: Root) -> Result | None:
     seen = look(folder)
     if not (seen.is_finished and seen.has_model):
         return None
-    limit = TimeLimit(config.training.minutes, Metrics(folder / "metrics.jsonl"))
+    limit = TimeLimit(config.training.minutes, Metrics(folder / "metrics.jsonl").seconds())
     if seen.step == config.training.steps or limit.is_reached:
         by_step = {row["step"]: row for row in seen.evaluations}
         return Result(folder, None, seen.step, by_step.get(0), by_step.get(seen.step))

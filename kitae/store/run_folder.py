@@ -30,6 +30,7 @@ from kitae.errors import ConfigChangedError, DiskFullError, StoreError
 from kitae.store.checkpoints import Checkpoints
 from kitae.store.disk import flush, is_full
 from kitae.store.journal import Journal
+from kitae.store.time_limit import TimeLimit
 
 if TYPE_CHECKING:
     from kitae.config.root import Root
@@ -180,6 +181,9 @@ class RunStore:
         await self.journal.begin(self.config.to_json(), events, step if forget else None)
         self.metrics.rewind(max(step, self.journal.last_step()))
 
+    def time_limit(self) -> TimeLimit:
+        return TimeLimit(self.config.training.minutes, self.metrics.seconds())
+
     async def sync(self) -> None:
         """Return when journal and metrics would survive a loss of power."""
         await self.journal.sync()
@@ -215,6 +219,10 @@ class Metrics:
             except ValueError:
                 continue  # a line cut off by a crash
         return [r for r in rows if kind is None or r["kind"] == kind]
+
+    def seconds(self) -> float:
+        """What all steps have taken."""
+        return sum(row["step_seconds"] for row in self.rows("step"))
 
     def sync(self) -> None:
         if self.path.exists():

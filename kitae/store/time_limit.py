@@ -3,18 +3,15 @@
 from math import inf
 from typing import TYPE_CHECKING
 
-from kitae.store.run_folder import Metrics
-
 if TYPE_CHECKING:
     from kitae.trainer.config import LearningConfig
 
 
 class TimeLimit:
-    """What is left of the time for steps. Those that the metrics have count, whichever process trained them."""
+    """What is left of the time for steps. seconds: what those before have taken, whichever process trained them."""
 
-    def __init__(self, minutes: float, metrics: Metrics) -> None:
-        spent = sum(row["step_seconds"] for row in metrics.rows("step")) if minutes else 0.0
-        self.left = 60 * minutes - spent if minutes else inf  # seconds
+    def __init__(self, minutes: float, seconds: float = 0.0) -> None:
+        self.left = 60 * minutes - seconds if minutes else inf
 
     def spend(self, seconds: float) -> None:
         self.left -= seconds
