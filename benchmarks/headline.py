@@ -6,7 +6,8 @@ engine and trainer.
 Runs with the same label are seeds of one setting: their mean is drawn, and their range around it. A folder with
 `steps.jsonl` was written by `peers/trl_gsm8k.py`; its `scores.json` comes from `headline_scores.py`, which was given
 the untrained model and the folder's weights. Wall time is that of steps: in a run, evaluations and checkpoints that
-training waits for are part of it; in a peer, they are not.
+training waits for are part of it; in a peer, they are not. Of a chain, its last run is drawn, from the time on that the
+stages before it took, with loading.
 
 Writes docs/gsm8k.csv, a line for every five steps of each run (every step of a peer), and draws it as docs/gsm8k.png.
 What the file has under other labels stays. Without runs, it draws the file that is there.
@@ -60,21 +61,30 @@ def collect(runs: list[str]) -> Iterator[dict[str, Any]]:
     for text in runs:
         label, _, folder = text.rpartition("=")
         path = Path(folder)
-        for line in peer_lines(path) if (path / "steps.jsonl").is_file() else run_lines(path):
+        for line in lines_of(path):
             yield {"run": label, "number": known[label], **line}
         known[label] += 1
 
 
-def run_lines(run: Path) -> Iterator[dict[str, Any]]:
+def lines_of(path: Path) -> Iterator[dict[str, Any]]:
+    if (path / "steps.jsonl").is_file():
+        return peer_lines(path)
+    if not (path / "chain.json").is_file():
+        return run_lines(path)
+    *before, last = json.loads((path / "chain.json").read_text("utf-8"))["stages"].items()
+    return run_lines(path / f"{last[0]}-001", sum(found["seconds"] for _, found in before))
+
+
+def run_lines(run: Path, began: float = 0.0) -> Iterator[dict[str, Any]]:
     metrics = Metrics(run / "metrics.jsonl")
     scores = {row["step"]: row["avg"] for row in metrics.rows("eval") if "suite" not in row}
     steps = metrics.rows("step")
-    yield {"step": 0, "seconds": 0, "held_out": f"{scores[0]:.4f}"}
+    yield {"step": 0, "seconds": f"{began:.0f}", "held_out": f"{scores[0]:.4f}"}
     for i in range(0, len(steps), BLOCK):
         block = steps[i : i + BLOCK]
         step, numbers = block[-1]["step"], [key for key in NUMBERS if key != "held_out"]
         means = {key: f"{np.mean([row[key] for row in block if key in row]):.4g}" for key in numbers}
-        seconds = sum(row["step_seconds"] for row in steps[: i + BLOCK])
+        seconds = began + sum(row["step_seconds"] for row in steps[: i + BLOCK])
         held_out = f"{scores[step]:.4f}" if step in scores else ""
         yield {"step": step, "seconds": f"{seconds:.0f}", **means, "held_out": held_out}
 
