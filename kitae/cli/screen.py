@@ -70,7 +70,6 @@ def _report(result: "Result", config: Root) -> list[str]:
     from kitae.observe.diagnosis import diagnose
     from kitae.observe.progress import peak_memory_gb
     from kitae.store.run_summary import look, size_of
-    from kitae.store.time_limit import how_it_ended, what_goes_on
 
     folder, before, after = result.folder, result.before, result.after
     try:
@@ -91,8 +90,8 @@ def _report(result: "Result", config: Root) -> list[str]:
     own = "" if config.cluster.backend == "none" else " (the controller; worker processes are not counted)"
     if result.stopped_by is None and result.step < config.training.steps:
         lines.append(
-            f"ended              {how_it_ended(result.step, config.training)} (kitae resume {folder} "
-            f"{what_goes_on(result.step, config.training)})"
+            f"ended              {config.training.ended_at(result.step)} (kitae resume {folder} "
+            f"{config.training.beyond(result.step)})"
         )
     lines += [
         f"peak memory        {peak_memory_gb():.1f} GB{own}",

@@ -35,7 +35,6 @@ from kitae.store.checkpoints import Frontier
 from kitae.store.disk import flush
 from kitae.store.permissions import private
 from kitae.store.run_folder import Result, RunStore
-from kitae.store.time_limit import how_it_ended, what_goes_on
 from kitae.trainer.base import Trainer
 from kitae.workers.backends import open_cluster
 from kitae.workers.base import Cluster
@@ -73,8 +72,8 @@ def resume(
         if checkpoint is None and (result := finished(folder, store.config)) is not None:
             t = store.config.training
             audience.note(
-                f"{folder} is finished: {how_it_ended(result.step, t)}; its model is {result.model}\n"
-                f"train it further with: kitae resume {folder} {what_goes_on(result.step, t)}"
+                f"{folder} is finished: {t.ended_at(result.step)}; its model is {result.model}\n"
+                f"train it further with: kitae resume {folder} {t.beyond(result.step)}"
             )
             return result
         return go_on(store, audience, checkpoint, forget)
@@ -171,7 +170,7 @@ async def _attempt(
                 stopped_by = interrupts.received or signal.SIGINT
                 return Result(store.folder, stopped_by, loop.frontier.step, loop.evaluation(0), None)
         if loop.last_step < plan.config.training.steps:
-            observer.note(f"the run ends: {how_it_ended(loop.last_step, plan.config.training)}")
+            observer.note(f"the run ends: {plan.config.training.ended_at(loop.last_step)}")
         await _finish(store, observer, trainer, after)
         return Result(store.folder, None, loop.last_step, loop.evaluation(0), after)
 

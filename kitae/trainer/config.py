@@ -37,6 +37,15 @@ class LearningConfig(Section):
     )
     checkpoint_activations: bool = Field(False, description="Recompute activations in the backward pass: less memory.")
 
+    def ended_at(self, step: int) -> str:
+        """`"15 of 15 steps"`, or `"46 of 400 steps, as many as training.minutes = 3.5 allowed"`."""
+        early = f", as many as training.minutes = {self.minutes:g} allowed" if step < self.steps else ""
+        return f"{step} of {self.steps} steps{early}"
+
+    def beyond(self, step: int) -> str:
+        """The setting with which a run that ended at this step is trained further: `"training.steps=30"`."""
+        return f"training.minutes={2 * self.minutes:g}" if step < self.steps else f"training.steps={2 * step}"
+
 
 class TrainingConfig(LearningConfig):
     """The optimizer and the size of a step."""
