@@ -6,7 +6,7 @@ is encoded on its own and appended, and the conversation so far is never rendere
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
@@ -24,7 +24,9 @@ _ANSWER = Message("assistant", "answerendshere")
 _WORD = _ANSWER.content
 _PROBE: Tool = {"type": "function", "function": {"name": _WORD, "description": "d", "parameters": {"type": "object"}}}
 _CALLING = Message("assistant", calls=(ToolCall(_WORD, {}, "call_0"),))
-_PRIVATE = 0xF0000  # characters that nobody uses
+_ESCAPE = "\U00100000"  # a character that nobody uses, before one that says which special token stands here
+_ITSELF = {_ESCAPE: 2 * _ESCAPE}
+_ESCAPED = re.compile(f"{_ESCAPE}.", re.DOTALL)
 _TOLD = (
     "You can call these functions:\n<tools>\n{tools}\n</tools>\nTo call one, answer with "
     f'{OPEN}{{{{"name": NAME, "arguments": {{{{…}}}}}}}}{CLOSE}'
@@ -40,11 +42,15 @@ class Chat:
 
     What tools and environments say stays text: special tokens spelled out in it are not read as such, in `encode_turn`
     in any message, in `encode_prompt` in messages of tools. In other messages of a prompt, which are the data's, they
-    are read as special tokens: data from strangers should not contain them.
+    are read as special tokens: data from strangers should not contain them. With `shields`, nothing but the template
+    says special tokens: those in any message, in calls and in descriptions of tools stay text.
     """
 
-    def __init__(self, tokenizer: Any, generation_config: Any = None) -> None:
-        self.tokenizer = tokenizer
+    def __init__(
+        self, tokenizer: Any, generation_config: Any = None, *, shields: bool = False, most_bytes: int | None = None
+    ) -> None:
+        """most_bytes: a longer text is refused before it becomes tokens."""
+        self.tokenizer, self.shields, self._most_bytes = tokenizer, shields, most_bytes
         self.plain = not getattr(tokenizer, "chat_template", None)
         """Whether the model has no template."""
         self._last: tuple[object, tuple[int, ...]] = (None, ())  # a group asks for one many times
@@ -66,10 +72,10 @@ class Chat:
         if self.plain:
             if tools:
                 raise DataError(f"a model needs a chat template to be told of tools, and it has none; got {len(tools)}")
-            tokens = self.begin() + self.encode(joined(messages))
+            tokens = self.begin() + (self.encode_text if self.shields else self.encode)(joined(messages))
         else:
-            shown, spelled = self._shielded(messages, tools_only=True)
-            tokens = self._encode_shielded(self._helped(shown, tools), spelled)
+            shown = [self._shielded(m, None if self.shields or m.role == "tool" else _ITSELF) for m in messages]
+            tokens = self._encode_shielded(self._helped(shown, self._shield(tools, None if self.shields else _ITSELF)))
         if not tokens:
             raise DataError(f"a prompt must have at least one token, got none from {list(messages)}")
         return tokens
@@ -82,13 +88,13 @@ class Chat:
         """
         if not messages:
             raise DataError("a turn must have at least one message, got none")
-        shown, spelled = self._shielded(messages)
+        shown = self.shielded(messages)
         if self.plain:
-            return self._encode_shielded("\n" + joined(shown), spelled)
+            return self._encode_shielded("\n" + joined(shown))
         tail = self._after_answer(shown)
         if tail is None:
-            return self._encode_shielded(self._after_calls(shown, closed), spelled)
-        tokens = self._encode_shielded(tail, spelled)
+            return self._encode_shielded(self._after_calls(shown, closed))
+        tokens = self._encode_shielded(tail)
         if closed:
             for position, (token, last) in enumerate(zip(tokens, self.closing(), strict=False)):
                 if token in self.stop_tokens and token == last:
@@ -133,8 +139,12 @@ class Chat:
         return text
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """The tokens of a text as it is, with nothing added."""
-        return self._encode(text)
+        """The tokens of a text as it is, with nothing added. With `shields`, what is shielded in it stays text."""
+        return self._encode_shielded(text) if self.shields else self._encode(text)
+
+    def encode_text(self, text: str) -> tuple[int, ...]:
+        """The tokens of a text in which special tokens that are spelled out stay text."""
+        return self._encode_shielded(self._shield(text))
 
     def _encode(self, text: str, **options: bool) -> tuple[int, ...]:
         try:
@@ -211,56 +221,85 @@ class Chat:
         return self._reader.family
 
     @cached_property
-    def _specials(self) -> "re.Pattern[str] | None":
-        """Finds special tokens that are spelled out, the longest first."""
+    def _stands(self) -> Mapping[str, str]:
+        """What stands for each special token that is spelled out, and for the escape character itself."""
         names = {self.tokenizer.convert_ids_to_tokens(i) for i in self.special_tokens} - {"", None}
-        return re.compile("|".join(re.escape(n) for n in sorted(names, key=len, reverse=True))) if names else None
+        longest_first = sorted(sorted(names), key=len, reverse=True)  # one may contain another
+        return _ITSELF | {name: _ESCAPE + chr(ord(_ESCAPE) + i) for i, name in enumerate(longest_first, 1)}
 
-    def _shielded(
-        self, messages: Sequence[Message], tools_only: bool = False
-    ) -> tuple[Sequence[Message], Mapping[str, str]]:
-        """Messages in which special tokens that are spelled out are single characters, and what those stand for.
+    def shielded(self, messages: Sequence[Message]) -> list[Message]:
+        """Messages in which characters of their own stand for special tokens that are spelled out.
 
-        So a template treats the messages as ever (it may trim them, or write them as JSON), and afterwards it can be
-        told which special tokens are the template's own.
+        So a template treats the messages as ever (it may trim them, or write them as JSON), and when the whole becomes
+        tokens it is known which special tokens are the template's own.
         """
-        pattern = self._specials
-        texts = [t for m in messages if m.role == "tool" or not tools_only for t in _texts_of(m)]
-        if pattern is None or not any(pattern.search(text) for text in texts):
-            return messages, {}
-        names = sorted({name for text in texts for name in pattern.findall(text)})
-        taken = {c for m in messages for text in _texts_of(m) for c in text}
-        free = (chr(c) for c in range(_PRIVATE, _PRIVATE + 2**16 - 2) if chr(c) not in taken)
-        stands = dict(zip(names, free, strict=False))
+        return [self._shielded(message) for message in messages]
 
-        def shield(text: str) -> str:
-            return pattern.sub(lambda found: stands[found[0]], text)
+    def _shielded(self, message: Message, stands: Mapping[str, str] | None = None) -> Message:
+        return replace(
+            message,
+            content=self._shield(message.content, stands),
+            name=self._shield(message.name, stands),
+            call_id=self._shield(message.call_id, stands),
+            parts=self._shield(message.parts, stands),
+            calls=tuple(
+                ToolCall(*(self._shield(x, stands) for x in (c.name, c.arguments, c.id))) for c in message.calls
+            ),
+        )
 
-        shown = [_with_texts(m, shield) if m.role == "tool" or not tools_only else m for m in messages]
-        return shown, {stand: name for name, stand in stands.items()}
+    def _shield(self, said: Any, stands: Mapping[str, str] | None = None) -> Any:
+        """A text, or anything made of texts. stands: other ones than those of all special tokens."""
+        match said:
+            case str():
+                for name, stand in (self._stands if stands is None else stands).items():
+                    said = said.replace(name, stand) if name in said else said
+            case Mapping():
+                return {self._shield(name, stands): self._shield(value, stands) for name, value in said.items()}
+            case list() | tuple():
+                return type(said)(self._shield(value, stands) for value in said)
+        return said
 
-    def _encode_shielded(self, text: str, spelled: Mapping[str, str]) -> tuple[int, ...]:
-        """The tokens of a text in which single characters stand for special tokens that are to stay text.
+    def _encode_shielded(self, text: str) -> tuple[int, ...]:
+        """The tokens of a text in which other characters stand for special tokens that are to stay text.
 
         As the tokenizer does it, the text is cut at special tokens, here the template's own, and what lies between two
         of them becomes tokens in one piece.
         """
-        if not spelled:
-            return self.encode(text)
-        assert self._specials is not None
+        self._check_bytes(text)
+        own = [name for name in self._stands if name in text and name != _ESCAPE]
+        places = list(re.finditer("|".join(map(re.escape, own)), text)) if own else []
         tokens: list[int] = []
         begin = 0
-        for found in [*self._specials.finditer(text), None]:
+        for found in [*places, None] if _ESCAPE in text else ():
             piece = text[begin : found.start() if found else len(text)]
-            if any(stand in piece for stand in spelled):
-                restored = piece.translate({ord(stand): name for stand, name in spelled.items()})
-                tokens += self._encode(restored, split_special_tokens=True)
+            if _ESCAPE in piece:
+                tokens += self._encode(_ESCAPED.sub(self._spelled, piece), split_special_tokens=True)
             else:
-                tokens += self.encode(piece) if piece else ()
+                tokens += self._encode(piece) if piece else ()
             if found:
-                tokens += self.encode(found[0])
+                tokens += self._encode(found[0])
                 begin = found.end()
+        tokens = tokens or [*self._encode(text)]
+        if self.shields and len(places) < sum(map(self._commands.__contains__, tokens)):
+            raise DataError("a message must not spell special tokens in other letters, got some that become tokens")
         return tuple(tokens)
+
+    def _check_bytes(self, text: str) -> None:
+        most = self._most_bytes
+        if most is not None and (size := len(text.encode("utf-8", "replace"))) > most:
+            raise DataError(f"a prompt must have at most {most} bytes, as many as the context can hold, got {size}")
+
+    def _spelled(self, stand: "re.Match[str]") -> str:
+        return self._names.get(stand[0], stand[0])
+
+    @cached_property
+    def _names(self) -> Mapping[str, str]:
+        return {stand: name for name, stand in self._stands.items()}
+
+    @cached_property
+    def _commands(self) -> frozenset[int]:
+        """The special tokens that plain text never becomes."""
+        return self.special_tokens - {self.tokenizer.unk_token_id}
 
     def _tail(self, messages: Sequence[Message], *, generate: bool) -> str:
         rendered = self.render((_QUESTION, _ANSWER, *messages), generate=generate)
@@ -268,6 +307,11 @@ class Chat:
         if not found:
             raise DataError("the chat template must show the content of assistant messages, but it leaves it out")
         return tail
+
+
+def longest_token(tokenizer: Any) -> int:
+    """The bytes that a token stands for at most. Byte-level vocabularies write some bytes with two."""
+    return max((len(piece.encode("utf-8", "replace")) for piece in tokenizer.get_vocab()), default=1)
 
 
 def as_dict(message: Message) -> dict[str, Any]:
@@ -311,22 +355,6 @@ def _with_calls_written(message: Message) -> Message:
         for c in message.calls
     ]
     return replace(message, content="\n".join(filter(None, [text_of(message), *written])), calls=(), parts=())
-
-
-def _texts_of(message: Message) -> list[str]:
-    """All texts of a message that others wrote."""
-    return [message.content, message.name, message.call_id, *(str(part.get("text", "")) for part in message.parts)]
-
-
-def _with_texts(message: Message, change: Callable[[str], str]) -> Message:
-    parts = tuple({**p, "text": change(p["text"])} if isinstance(p.get("text"), str) else p for p in message.parts)
-    return replace(
-        message,
-        content=change(message.content),
-        name=change(message.name),
-        call_id=change(message.call_id),
-        parts=parts,
-    )
 
 
 def as_message(turn: Turn) -> Message:

@@ -40,7 +40,7 @@ class Scorer:
 
     def __init__(self, model: ScalarModel, chat: Chat, row: int = _ROW) -> None:
         """row: the most tokens of a row; a longer conversation has a row of its own."""
-        self._model = model
+        self._model, self._chat = model, chat
         self._row = row
         self.max_tokens = model.policy.max_context
         self._renderer = Renderer(chat, "last", self.max_tokens)
@@ -57,7 +57,8 @@ class Scorer:
 
     def _render(self, messages: Sequence[Message]) -> Rendered | DataError:
         try:
-            made = self._renderer.render(Conversation(tuple(messages)))
+            shown = self._chat.shielded(messages) if self._chat.shields else messages
+            made = self._renderer.render(Conversation(tuple(shown)))
         except DataError as error:
             return error
         if made.cut:

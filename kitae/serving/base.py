@@ -16,7 +16,8 @@ OnTokens = Callable[[Sampled], None]
 class Ask:
     """One answer wanted, to a chat or to a text: `Ask("chat-17", messages=(Message("user", "Hello"),))`.
 
-    Exactly one of messages and prompt_tokens is given; tools belong to messages. seed: None lets the model draw one.
+    messages, or prompt_tokens, or both: then the messages are these tokens already. tools belong to messages.
+    seed: None lets the model draw one.
     retry: the client says that it has sent this request before and got no answer.
     """
 

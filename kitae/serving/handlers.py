@@ -16,9 +16,11 @@ from starlette.responses import Response
 from kitae.engines.base import Sampled, stream_seed
 from kitae.serving.admission import AdmissionControl
 from kitae.serving.base import Answer, Ask, Model, OnTokens
-from kitae.serving.http_bodies import EventStream, Json, json_response, place_of, read_body, unless_gone
+from kitae.serving.http_bodies import EventStream, Json, json_response, place_of, unless_gone
+from kitae.serving.prompt_reader import PromptReader
 from kitae.serving.refusals import Refused
 from kitae.serving.request_bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from kitae.serving.request_reader import RequestReader
 from kitae.serving.requests import AnswerOrder, ToolChoice, read_chat, read_completion
 from kitae.serving.responses import AnswerRenderer, Choice, ResponseBuilder, StreamBuilder
 from kitae.serving.text_scoring import ScoredText, TextScorer
@@ -45,7 +47,8 @@ class AnswerPolicy:
 
 class ChatHandlers:
     """The handlers of one server. scorer: computes log-probs of prompts and of the likeliest tokens; None: requests for
-    them are refused. gone: is called with the path of a request whose client has gone before the end of the stream."""
+    them are refused. gone: is called with the path of a request whose client has gone before the end of the stream.
+    reader: reads requests; None: for models that make tokens of messages themselves."""
 
     def __init__(
         self,
@@ -55,31 +58,42 @@ class ChatHandlers:
         scorer: TextScorer | None = None,
         answer_policy: AnswerPolicy | None = None,
         gone: Callable[[str], None] = lambda path: None,
+        reader: RequestReader[PromptReader] | None = None,
     ) -> None:
         self._find, self._renderer, self._admission, self._scorer = find, renderer, admission, scorer
         self._answer_policy = answer_policy or AnswerPolicy()
         self._gone = gone
+        self._reader = reader or RequestReader([PromptReader.for_models(renderer.chat)])
 
     async def chat(self, request: Request) -> Response:
         """`POST /v1/chat/completions`"""
-        body = await read_body(request)
-        known = {name: value for name, value in body.items() if name not in self._answer_policy.ignored}
-        return await self._serve(request, read_chat(ChatBody.read(known), self._renderer.chat, _is_retry(request)))
+        retry = _is_retry(request)
+
+        def order(body: Json, prompts: PromptReader) -> AnswerOrder:
+            known = {name: value for name, value in body.items() if name not in self._answer_policy.ignored}
+            return read_chat(ChatBody.read(known), prompts, retry)
+
+        return await self._serve(request, await self._reader.read(request, order))
 
     async def complete(self, request: Request) -> Response:
         """`POST /v1/completions`"""
-        body = CompletionBody.read(await read_body(request))
-        return await self._serve(request, read_completion(body, self._renderer.chat, _is_retry(request)))
+        retry = _is_retry(request)
+        order = await self._reader.read(
+            request, lambda body, prompts: read_completion(CompletionBody.read(body), prompts, retry)
+        )
+        return await self._serve(request, order)
 
     async def tokenize(self, request: Request) -> Response:
         """`POST /tokenize`: a prompt, or messages with tools, as tokens."""
-        tokens = _tokens(TokenizeBody.read(await read_body(request)), self._renderer)
+        tokens = await self._reader.read(request, lambda body, prompts: _tokens(TokenizeBody.read(body), prompts))
         return json_response({"tokens": tokens, "count": len(tokens)})
 
     async def detokenize(self, request: Request) -> Response:
         """`POST /detokenize`: tokens as a text, special ones too."""
-        body = DetokenizeBody.read(await read_body(request))
-        return json_response({"prompt": self._renderer.chat.spell(*body.tokens)})
+        text = await self._reader.read(
+            request, lambda body, prompts: prompts.chat.spell(*DetokenizeBody.read(body).tokens)
+        )
+        return json_response({"prompt": text})
 
     # One request.
 
@@ -199,12 +213,14 @@ def _is_retry(request: Request) -> bool:
     return request.headers.get("x-stainless-retry-count", "0").strip() not in ("", "0")
 
 
-def _tokens(body: TokenizeBody, renderer: AnswerRenderer) -> list[int]:
-    chat = renderer.chat
+def _tokens(body: TokenizeBody, prompts: PromptReader) -> list[int]:
     if body.prompt is None:
-        ask = read_chat(ChatBody.read({"messages": body.messages, "tools": body.tools}), chat).asks[0]
-        return list(chat.encode_prompt(ask.messages, ask.tools))
-    return [*(chat.begin() if body.add_special_tokens else ()), *chat.encode(body.prompt)]
+        known = {"messages": body.messages, "tools": body.tools, "control_tokens": body.control_tokens}
+        tokens = read_chat(ChatBody.read(known), prompts).asks[0].prompt_tokens
+        assert tokens is not None
+        return list(tokens)
+    begun = prompts.encode_text(body.prompt, body.control_tokens)
+    return list(begun if body.add_special_tokens else begun[len(prompts.chat.begin()) :])
 
 
 async def no_responses(_: Any) -> Response:

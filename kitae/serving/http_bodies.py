@@ -11,20 +11,20 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any, TypeVar
 
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from kitae.data.data_files import clip
 from kitae.errors import EngineError, KitaeError, RequestError, root_cause
 from kitae.serving.refusals import Refused
-from kitae.serving.request_bodies import read_json
+from kitae.serving.request_bodies import READING, ReadingLimits, read_json
 from kitae.serving.server_metrics import Counters
 
 T = TypeVar("T")
 Json = dict[str, Any]
 Handler = Callable[[Request], Awaitable[Response]]
 
-_MOST_BYTES = 8 * 2**20  # of a body
 _GONE = 499  # the status in the metrics; no client reads it
 _DONE = b"data: [DONE]\n\n"
 _log = logging.getLogger("kitae.serving")
@@ -34,16 +34,34 @@ class GoneError(Exception):
     """The client closed its connection before the answer."""
 
 
-async def read_body(request: Request) -> Json:
+async def receive_body(
+    request: Request, limits: ReadingLimits = READING, hold: Callable[[int], None] = lambda size: None
+) -> bytes:
+    """The bytes of a body. hold: is told how many there are by now, and may refuse more."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":  # a page of another site cannot send this without a preflight request
-        raise Refused(f"the content-type must be application/json, got {kind or 'none'}", 415)
-    body = bytearray()
-    async for part in request.stream():
-        body += part
-        if len(body) > _MOST_BYTES:
-            raise Refused(f"a body must have at most {_MOST_BYTES} bytes, got more", 413)
-    return read_json(bytes(body))
+        raise Refused(f"the content-type must be application/json, got {clip(kind) or 'none'}", 415)
+    body, most = bytearray(), limits.body_bytes
+    declared = request.headers.get("content-length", "")[:20]
+    if declared.isdecimal() and int(declared) > most:
+        raise Refused(f"a body must have at most {most} bytes, got {declared}", 413)
+    try:
+        async with asyncio.timeout(limits.seconds):
+            async for part in request.stream():
+                body += part
+                if len(body) > most:
+                    raise Refused(f"a body must have at most {most} bytes, got more", 413)
+                hold(len(body))
+    except TimeoutError:
+        message = f"a body must have come after {limits.seconds:g} s, got {len(body)} bytes of it"
+        raise Refused(message, 408, code="too_slow") from None
+    except ClientDisconnect:
+        raise GoneError from None
+    return bytes(body)
+
+
+async def read_body(request: Request) -> Json:
+    return read_json(await receive_body(request))
 
 
 async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:
@@ -119,6 +137,8 @@ def refusal_of(error: BaseException) -> Refused:
     match error:
         case Refused():
             return error
+        case RecursionError():
+            return Refused("the request is nested too deeply")
         case RequestError():
             return Refused(str(error))
         case EngineError():

@@ -8,11 +8,13 @@ _KINDS = {
     400: "invalid_request_error",
     401: "authentication_error",
     404: "not_found_error",
+    408: "invalid_request_error",
     413: "invalid_request_error",
     415: "invalid_request_error",
     422: "unmet_request_error",
     429: "rate_limit_error",
 }
+_LONGEST, _LONGEST_PARAM = 2000, 200  # characters
 
 
 class Refused(RequestError):
@@ -29,8 +31,16 @@ class Refused(RequestError):
 
     @property
     def headers(self) -> dict[str, str]:
-        return {"retry-after": str(self.seconds)} if self.seconds else {}
+        """413 and 408 close the connection, because the rest of the body is not read."""
+        closing = {"connection": "close"} if self.status in (408, 413) else {}
+        return closing | ({"retry-after": str(self.seconds)} if self.seconds else {})
 
     def as_json(self) -> dict[str, Any]:
         kind = _KINDS.get(self.status, "server_error")
-        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+        message, param = _cut(str(self), _LONGEST), self.param and _cut(self.param, _LONGEST_PARAM)
+        return {"error": {"message": message, "type": kind, "param": param, "code": self.code}}
+
+
+def _cut(text: str, most: int) -> str:
+    """Messages repeat what was sent, which may be long."""
+    return text if len(text) <= most else f"{text[: most - 1]}…"

@@ -6,7 +6,10 @@ type `Ignored` have no effect on an answer. null means the same as an absent fie
 """
 
 import json
+import json.decoder
+import json.scanner
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, model_validator
@@ -19,6 +22,13 @@ MOST_TOP = 20
 """The largest number of likeliest tokens at a position that a client may ask for."""
 
 _MOST_CHOICES = 128
+_MOST_STOPS, _LONGEST_STOP = 64, 256  # each is looked for after each token
+_LONGEST_NAME = 100  # characters of a field whose likeness is looked for
+_MOST_STOP_TOKENS = 1024
+_AT_ONCE = 2**20  # bytes that the compiled parser takes; while it works, no other thread does
+MOST_DETOKENIZED = 2**18
+HIGHEST_TOKEN = 2**31 - 1
+"""Of token ids that can be asked about at all; a model has fewer, and says so."""
 _UNCONSTRAINED = "tokens are drawn from the model as it is"
 _KINDS = {
     "int_type": "a whole number",
@@ -55,23 +65,57 @@ def _refusal(problem: Any, kind: type[RequestBody]) -> Refused:
     name, bounds = ".".join(map(str, problem["loc"])), problem.get("ctx", {})
     match problem["type"]:
         case "extra_forbidden":
-            hint = nearest(name, sorted(kind.model_fields))
-            return Refused(f"unknown field {name!r}{hint}", param=name, code="unknown_field")
+            hint = nearest(name, sorted(kind.model_fields)) if len(name) < _LONGEST_NAME else ""
+            return Refused(f"unknown field {clip(repr(name))}{hint}", param=name, code="unknown_field")
         case "missing":
             return Refused(f"{name} is needed", param=name)
         case "greater_than_equal":
             wanted = f"at least {bounds['ge']:g}"
         case "less_than_equal":
             wanted = f"at most {bounds['le']:g}"
+        case "less_than":
+            wanted = f"below {bounds['lt']:g}"
         case other:
             wanted = _KINDS.get(other, other)
     return Refused(f"{name} must be {wanted}, got {clip(repr(problem['input']))}", param=name)
 
 
-def read_json(body: bytes) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True)
+class ReadingLimits:
+    """`ReadingLimits(body_bytes=2**20)`.
+
+    body_bytes: of one body. all_bytes: of all large bodies that have come, or are coming, and are not read yet.
+    seconds: in which a body must have come. brackets: opening ones in a body, each of which may be an object in memory.
+    """
+
+    body_bytes: int = 8 * 2**20
+    all_bytes: int = 64 * 2**20
+    seconds: float = 60.0
+    brackets: int = 200_000
+
+
+READING = ReadingLimits()
+
+
+class _PatientDecoder(json.JSONDecoder):
+    """Written in Python, so that other threads go on meanwhile, and ten times slower where there are many values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parse_object, self.parse_array = json.decoder.JSONObject, json.decoder.JSONArray  # type: ignore[attr-defined]
+        self.scan_once = json.scanner.py_make_scanner(self)  # type: ignore[attr-defined]
+
+
+def read_json(body: bytes, limits: ReadingLimits = READING) -> dict[str, Any]:
+    brackets = body.count(b"[") + body.count(b"{")
+    if brackets > limits.brackets:
+        raise Refused(f"a body must have at most {limits.brackets} opening brackets, got {brackets}", 413)
     try:
-        found = json.loads(body)
-    except (ValueError, RecursionError) as error:
+        decode = json.loads if len(body) <= _AT_ONCE else _PatientDecoder().decode
+        found = decode(body.decode("utf-8-sig"))
+    except RecursionError:
+        raise Refused("the body must be JSON: it is nested too deeply") from None
+    except ValueError as error:
         raise Refused(f"the body must be JSON: {clip(str(error))}") from None
     if not isinstance(found, dict):
         raise Refused(f"the body must be a JSON object, got {clip(repr(found))}")
@@ -101,6 +145,29 @@ def _texts(value: Any, info: ValidationInfo) -> tuple[str, ...]:
     return tuple(found)
 
 
+def _stops(value: Any, info: ValidationInfo) -> tuple[str, ...]:
+    found = _texts(value, info)
+    longest = max(map(len, found), default=0)
+    if len(found) > _MOST_STOPS or longest > _LONGEST_STOP:
+        most = f"at most {_MOST_STOPS} texts of at most {_LONGEST_STOP} characters"
+        raise Refused(f"stop must be {most}, got {len(found)}, the longest with {longest}", param="stop")
+    return found
+
+
+def _at_most(count: int) -> AfterValidator:
+    def check(value: Any, info: ValidationInfo) -> Any:
+        if len(value) > count:
+            raise Refused(
+                f"{info.field_name} must have at most {count} entries, got {len(value)}", param=info.field_name
+            )
+        return value
+
+    return AfterValidator(check)
+
+
+TokenId = Annotated[int, Field(ge=0, le=HIGHEST_TOKEN)]
+
+
 class StreamOptions(RequestBody):
     include_usage: bool = False
     include_obfuscation: Ignored = None
@@ -111,19 +178,20 @@ class AnswerBody(RequestBody):
 
     model: str = ""
     n: int = Field(1, ge=1, le=_MOST_CHOICES)
-    seed: int | None = None
+    seed: int | None = Field(None, ge=-(2**63), lt=2**64)
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     return_token_ids: bool = False
-    max_tokens: int | None = None
-    max_completion_tokens: int | None = None
+    max_tokens: int | None = Field(None, le=2**63 - 1)
+    max_completion_tokens: int | None = Field(None, le=2**63 - 1)
     temperature: float = Field(1.0, ge=0)
     top_p: float = Field(1.0, ge=0, le=1)
-    top_k: int = Field(0, ge=-1)
+    top_k: int = Field(0, ge=-1, le=2**31 - 1)
     min_p: float = Field(0.0, ge=0, le=1)
-    stop: Annotated[Any, AfterValidator(_texts)] = ()
-    stop_token_ids: list[int] = []
+    stop: Annotated[Any, AfterValidator(_stops)] = ()
+    stop_token_ids: Annotated[list[TokenId], _at_most(_MOST_STOP_TOKENS)] = []
     ignore_eos: bool = False
+    control_tokens: bool | None = None
     user: Ignored = None
     metadata: Ignored = None
     safety_identifier: Ignored = None
@@ -189,10 +257,11 @@ class TokenizeBody(RequestBody):
     messages: Any = None
     tools: Any = None
     add_special_tokens: bool = True
+    control_tokens: bool | None = None
 
 
 class DetokenizeBody(RequestBody):
     """The body of `POST /detokenize`."""
 
     model: Ignored = None
-    tokens: list[Annotated[int, Field(ge=0, le=2**31 - 1)]]
+    tokens: Annotated[list[TokenId], _at_most(MOST_DETOKENIZED)]

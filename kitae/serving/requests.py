@@ -1,5 +1,6 @@
 """Orders made from the bodies of requests: a request to the model for each answer, and how to return the answers."""
 
+import json
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -11,14 +12,16 @@ from kitae.data.messages import read_message, read_tools
 from kitae.engines.base import SamplingParams, stream_seed
 from kitae.errors import DataError
 from kitae.serving.base import Ask
+from kitae.serving.prompt_reader import PromptReader
 from kitae.serving.refusals import Refused
-from kitae.serving.request_bodies import AnswerBody, ChatBody, CompletionBody
+from kitae.serving.request_bodies import HIGHEST_TOKEN, AnswerBody, ChatBody, CompletionBody
 from kitae.types import Message, Tool, Turn
 
 _COMPLETION_TOKENS = 16  # what OpenAI's API has where a completion says nothing of max_tokens
 _UNBOUNDED = 1 << 30  # max_tokens of a chat that says nothing of it: the context is the limit
 _COLDEST = 1e-9  # temperature
-_HIGHEST = 2**31 - 1  # of a token id that can be asked about at all; the model has fewer, and says so
+_MOST_TOOLS = 256
+_MOST_TOOL_BYTES = 512 * 2**10  # of their JSON
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,14 +84,16 @@ class AnswerOrder:
         return len(self.asks) // (len(self.prompt_texts) or 1)
 
 
-def read_chat(body: ChatBody, chat: Chat, retry: bool = False) -> AnswerOrder:
-    messages = _messages(body.messages)
+def read_chat(body: ChatBody, prompts: PromptReader, retry: bool = False) -> AnswerOrder:
+    prompts.check_answers(1, body.n)
+    messages = read_talk(body.messages, prompts)
     tool_choice, tools = _tools(body)
     if body.top_logprobs and not body.logprobs:
         message = f"top_logprobs needs logprobs = true, got {body.top_logprobs} without it"
         raise Refused(message, param="top_logprobs")
-    id, sampling = f"chatcmpl-{uuid.uuid4().hex}", _sampling(body, chat, _UNBOUNDED)
-    ask = Ask(id, messages=messages, tools=tools, sampling=sampling, retry=retry)
+    id, sampling = f"chatcmpl-{uuid.uuid4().hex}", _sampling(body, prompts.chat, _UNBOUNDED)
+    tokens = prompts.encode_chat(messages, tools, body.control_tokens) if prompts.encodes else None
+    ask = Ask(id, messages=messages, prompt_tokens=tokens, tools=tools, sampling=sampling, retry=retry)
     return AnswerOrder(
         id,
         body.model,
@@ -102,18 +107,19 @@ def read_chat(body: ChatBody, chat: Chat, retry: bool = False) -> AnswerOrder:
     )
 
 
-def read_completion(body: CompletionBody, chat: Chat, retry: bool = False) -> AnswerOrder:
-    prompts = _prompts(body.prompt, chat)
-    id, sampling = f"cmpl-{uuid.uuid4().hex}", _sampling(body, chat, _COMPLETION_TOKENS, least=0 if body.echo else 1)
+def read_completion(body: CompletionBody, prompts: PromptReader, retry: bool = False) -> AnswerOrder:
+    id, least = f"cmpl-{uuid.uuid4().hex}", 0 if body.echo else 1
+    sampling = _sampling(body, prompts.chat, _COMPLETION_TOKENS, least)
     if body.best_of not in (None, body.n):
         message = f"best_of is not supported, only {body.n}: every answer is returned: set n alone; got {body.best_of}"
         raise Refused(message, param="best_of")
-    asks = [Ask(id, prompt_tokens=tokens, sampling=sampling, retry=retry) for tokens, _ in prompts]
+    made = _prompts(body, prompts)
+    asks = [Ask(id, prompt_tokens=tokens, sampling=sampling, retry=retry) for tokens, _ in made]
     return AnswerOrder(
         id,
         body.model,
         _asks(asks, body),
-        tuple(text for _, text in prompts),
+        tuple(text for _, text in made),
         stream=body.stream,
         usage=_usage(body),
         logprobs=body.logprobs is not None,
@@ -166,22 +172,26 @@ def _asks(prompts: list[Ask], body: AnswerBody) -> tuple[Ask, ...]:
     return tuple(found)
 
 
-def _prompts(given: Any, chat: Chat) -> list[tuple[tuple[int, ...], str]]:
+def _prompts(body: CompletionBody, prompts: PromptReader) -> list[tuple[tuple[int, ...], str]]:
     """The tokens of each prompt, and its text."""
+    given = body.prompt
     many = given if isinstance(given, list) and given and not isinstance(given[0], int) else [given]
-    return [_prompt(one, chat) for one in many]
+    prompts.check_answers(len(many), body.n)
+    return [_prompt(one, prompts, body.control_tokens) for one in many]
 
 
-def _prompt(given: Any, chat: Chat) -> tuple[tuple[int, ...], str]:
+def _prompt(given: Any, prompts: PromptReader, control_tokens: bool | None) -> tuple[tuple[int, ...], str]:
     if isinstance(given, str):
-        tokens = chat.begin() + chat.encode(given)
+        tokens = prompts.encode_text(given, control_tokens)
         if not tokens:
             raise Refused("prompt must have at least one token, got an empty text", param="prompt")
         return tokens, given
     if isinstance(given, list) and given and all(isinstance(t, int) and not isinstance(t, bool) for t in given):
-        if min(given) < 0 or max(given) > _HIGHEST:
-            raise Refused(f"token ids must be from 0 to {_HIGHEST}, got {min(given)} to {max(given)}", param="prompt")
-        return tuple(given), chat.spell(*given)
+        prompts.check_length("prompt", len(given))
+        if min(given) < 0 or max(given) > HIGHEST_TOKEN:
+            message = f"token ids must be from 0 to {HIGHEST_TOKEN}, got {min(given)} to {max(given)}"
+            raise Refused(message, param="prompt")
+        return tuple(given), prompts.chat.spell(*given)
     raise Refused(
         f"prompt must be a text, a list of texts, token ids or a list of them, got {clip(repr(given))}", param="prompt"
     )
@@ -195,9 +205,10 @@ _UNREAD = {"reasoning_content", "reasoning", "provider_specific_fields"}
 an answer (litellm) is for themselves."""
 
 
-def _messages(given: Any) -> tuple[Message, ...]:
+def read_talk(given: Any, prompts: PromptReader) -> tuple[Message, ...]:
     if not isinstance(given, list) or not given:
         raise Refused(f"messages must be a list of at least one message, got {clip(repr(given))}", param="messages")
+    prompts.check_length("messages", len(given))
     return tuple(_message(number, turn) for number, turn in enumerate(given))
 
 
@@ -240,6 +251,10 @@ def _tools(body: ChatBody) -> tuple[ToolChoice, tuple[Tool, ...]]:
 
 
 def _functions(tools: Any) -> Any:
+    if isinstance(tools, list) and len(tools) > _MOST_TOOLS:
+        raise Refused(f"there may be at most {_MOST_TOOLS} tools, got {len(tools)}", param="tools")
+    if (size := len(json.dumps(tools))) > _MOST_TOOL_BYTES:
+        raise Refused(f"tools may have at most {_MOST_TOOL_BYTES} bytes of JSON, got {size}", param="tools")
     for tool in tools if isinstance(tools, list) else ():
         if isinstance(tool, Mapping) and tool.get("type", "function") != "function":
             raise Refused(f"a tool must be of type 'function', got {clip(repr(tool.get('type')))}", param="tools")

@@ -22,9 +22,10 @@ from starlette.routing import BaseRoute, Route
 
 from kitae.data.data_files import clip
 from kitae.serving.admission import AdmissionControl
-from kitae.serving.http_bodies import endpoint, json_response, read_body, unless_gone
+from kitae.serving.http_bodies import endpoint, json_response, unless_gone
 from kitae.serving.refusals import Refused
 from kitae.serving.request_bodies import RequestBody
+from kitae.serving.request_reader import RequestReader
 from kitae.serving.server_metrics import Counters
 from kitae.verifiers.reward_model_verifier import RewardService
 
@@ -47,14 +48,13 @@ class ScoreBody(RequestBody):
 
 
 class RewardHandlers:
-    def __init__(self, service: RewardService, name: str, admission: AdmissionControl) -> None:
-        self._service, self._name, self._admission = service, name, admission
+    def __init__(
+        self, service: RewardService, name: str, admission: AdmissionControl, reader: RequestReader[None]
+    ) -> None:
+        self._service, self._name, self._admission, self._reader = service, name, admission, reader
 
     async def score(self, request: Request) -> Response:
-        body = ScoreBody.read(await read_body(request))
-        if body.model and body.model != self._name:
-            raise Refused(f"there is no model {body.model!r} here, only {self._name!r}", 404, param="model")
-        talks, alone = _talks(body)
+        talks, alone = await self._reader.read(request, lambda body, _: self._talks(ScoreBody.read(body)))
         with self._admission.take(len(talks)):
             work = asyncio.gather(*(self._one(*talk) for talk in talks))
             found = await unless_gone(request.receive, work)
@@ -62,6 +62,12 @@ class RewardHandlers:
             raise Refused(found[0]["error"])
         rows = [{"index": i, "object": "score", **one} for i, one in enumerate(found)]
         return json_response({"object": "list", "model": self._name, "data": rows})
+
+    def _talks(self, body: ScoreBody) -> tuple[list[Talk], bool]:
+        if body.model and body.model != self._name:
+            message = f"there is no model {clip(repr(body.model))} here, only {self._name!r}"
+            raise Refused(message, 404, param="model")
+        return _talks(body)
 
     async def _one(self, messages: list[Any], response: str) -> dict[str, Any]:
         found = await self._service.score(response, None, {"prompt_messages": messages})

@@ -21,6 +21,9 @@ from kitae.serving.admission import AdmissionControl
 from kitae.serving.app import check_key, make_app, model_routes
 from kitae.serving.engine_model import EngineModel
 from kitae.serving.handlers import AnswerPolicy, ChatHandlers
+from kitae.serving.prompt_reader import ControlTokens, PromptReader
+from kitae.serving.request_bodies import READING, ReadingLimits
+from kitae.serving.request_reader import RequestReader
 from kitae.serving.responses import AnswerRenderer
 from kitae.serving.reward_handlers import RewardHandlers, reward_routes
 from kitae.serving.running_server import run_server
@@ -37,7 +40,7 @@ class ServerSettings:
 
     name: the name by which clients know the model. key: the key that clients must send; needed where other machines can
     reach the server. queue: the number of answers that may be under way, including those that wait for the engine;
-    further requests are refused with a time to try again.
+    further requests are refused with a time to try again. control_tokens: see `kitae.serving.prompt_reader`.
     """
 
     name: str
@@ -45,6 +48,8 @@ class ServerSettings:
     port: int = 8000
     key: str = ""
     queue: int = 512
+    control_tokens: ControlTokens = "completions"
+    reading: ReadingLimits = READING
     answer_policy: AnswerPolicy = field(default_factory=AnswerPolicy)
 
 
@@ -95,7 +100,25 @@ def app_of(policy: Policy, engine: Engine, scorer: TextScorer, settings: ServerS
     renderer = AnswerRenderer(settings.name, chat, TokenText(policy.tokenizer), streams_early(policy.tokenizer))
     admission, model = AdmissionControl(settings.queue), EngineModel(engine, chat)
     counters = Counters(admission, engine.stats)
-    handlers = ChatHandlers(lambda request: model, renderer, admission, scorer, settings.answer_policy, counters.gone)
+    lanes = [
+        PromptReader.of(
+            policy.tokenizer,
+            policy.base.generation_config,
+            context=policy.max_context,
+            most_answers=settings.queue,
+            control_tokens=settings.control_tokens,
+        )
+        for _ in range(2)
+    ]
+    handlers = ChatHandlers(
+        lambda request: model,
+        renderer,
+        admission,
+        scorer,
+        settings.answer_policy,
+        counters.gone,
+        RequestReader(lanes, settings.reading),
+    )
 
     async def healthy() -> None:
         """Raise if the engine is closed or its thread has died."""
@@ -120,7 +143,9 @@ async def open_rewards(model: ModelConfig, settings: ServerSettings) -> AsyncIte
     try:
         admission = AdmissionControl(settings.queue)
         counters = Counters(admission)
-        routes = reward_routes(RewardHandlers(service, settings.name, admission), counters)
+        routes = reward_routes(
+            RewardHandlers(service, settings.name, admission, RequestReader([None], settings.reading)), counters
+        )
         yield make_app(
             routes, counters, name=settings.name, context=0, host=settings.host, key=settings.key
         )  # fmt: skip

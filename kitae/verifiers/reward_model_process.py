@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from kitae.data.chat import Chat
+from kitae.data.chat import Chat, longest_token
 from kitae.data.messages import read_messages
 from kitae.errors import DataError
 from kitae.models.config import ModelConfig
@@ -39,7 +39,9 @@ def _open(config: ModelConfig) -> "Scorer":
     from kitae.models.scorer import Scorer
 
     model = load_scalar(config)
-    return Scorer(model, Chat(model.policy.tokenizer, model.policy.base.generation_config))
+    policy = model.policy
+    most = policy.max_context * longest_token(policy.tokenizer)
+    return Scorer(model, Chat(policy.tokenizer, policy.base.generation_config, shields=True, most_bytes=most))
 
 
 def _answer(open_scorer: "Callable[[], Scorer]", threads: int, job: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -1,0 +1,89 @@
+"""The texts of requests as tokens, within bounds that are checked before anything becomes tokens."""
+
+import copy
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from kitae.data.chat import Chat, longest_token
+from kitae.errors import DataError
+from kitae.serving.refusals import Refused
+from kitae.types import Message, Tool
+
+ControlTokens = Literal["never", "completions", "always"]
+"""Where special tokens that a request spells out are read as such, if it does not say: nowhere, in prompts that are
+one text, or in messages too. "never": also not if it says."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptReader:
+    """`PromptReader.of(tokenizer, generation_config, context=8192, most_answers=512).encode_chat(messages)`.
+
+    context: tokens that a prompt may have at most, and messages too, because each becomes a token at least; 0: whoever
+    answers knows. encodes: messages become tokens here; otherwise the model that answers makes them tokens.
+    """
+
+    reading: Chat
+    shielding: Chat
+    context: int = 0
+    most_answers: int = 0
+    control_tokens: ControlTokens = "completions"
+    encodes: bool = True
+
+    @staticmethod
+    def of(
+        tokenizer: Any,
+        generation_config: Any,
+        *,
+        context: int,
+        most_answers: int,
+        control_tokens: ControlTokens = "completions",
+    ) -> "PromptReader":
+        """It has a tokenizer of its own, because one must not be used by two threads at a time."""
+        own = copy.deepcopy(tokenizer)
+        most = context * longest_token(own)
+        chats = (Chat(own, generation_config, shields=shields, most_bytes=most) for shields in (False, True))
+        return PromptReader(*chats, context, most_answers, control_tokens)
+
+    @staticmethod
+    def for_models(chat: Chat) -> "PromptReader":
+        """One for models that make tokens of messages themselves."""
+        return PromptReader(chat, chat, encodes=False)
+
+    @property
+    def chat(self) -> Chat:
+        return self.reading
+
+    def check_answers(self, prompts: int, each: int) -> None:
+        if self.most_answers and prompts * each > self.most_answers:
+            message = (
+                f"one request may have at most {self.most_answers} answers, got {prompts} prompts times n = {each}"
+            )
+            raise Refused(message if prompts > 1 else message.replace("1 prompts times n = ", ""), param="n")
+
+    def check_length(self, what: str, length: int) -> None:
+        if self.context and length > self.context:
+            message = f"{what} must fit into the context of {self.context} tokens, got {length}"
+            raise Refused(message, param=what, code="context_length_exceeded")
+
+    def encode_text(self, text: str, control_tokens: bool | None = None) -> tuple[int, ...]:
+        """A text as it is, without a template, after the token that the tokenizer puts before every text."""
+        chat = self._chat(control_tokens, self.control_tokens != "never")
+        try:
+            return chat.begin() + (chat.encode_text(text) if chat.shields else chat.encode(text))
+        except DataError as error:
+            raise Refused(str(error), param="prompt") from None
+
+    def encode_chat(
+        self, messages: tuple[Message, ...], tools: tuple[Tool, ...] = (), control_tokens: bool | None = None
+    ) -> tuple[int, ...]:
+        chat = self._chat(control_tokens, self.control_tokens == "always")
+        try:
+            return chat.encode_prompt(messages, tools)
+        except DataError as error:
+            raise Refused(str(error), param="messages") from None
+
+    def _chat(self, asked: bool | None, usual: bool) -> Chat:
+        if asked and self.control_tokens == "never":
+            message = "control_tokens must be false here: special tokens that a text spells out stay text; got true"
+            raise Refused(message, param="control_tokens")
+        return self.reading if (usual if asked is None else asked) else self.shielding
