@@ -140,6 +140,7 @@ class Chat:
 
     def encode(self, text: str) -> tuple[int, ...]:
         """The tokens of a text as it is, with nothing added. With `shields`, what is shielded in it stays text."""
+        self._check_bytes(text)
         return self._encode_shielded(text) if self.shields else self._encode(text)
 
     def encode_text(self, text: str) -> tuple[int, ...]:

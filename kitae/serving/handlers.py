@@ -26,6 +26,8 @@ from kitae.serving.responses import AnswerRenderer, Choice, ResponseBuilder, Str
 from kitae.serving.text_scoring import ScoredText, TextScorer
 from kitae.types import Turn
 
+_MOST_WAITING = 16_384  # events of a stream
+
 Find = Callable[[Request], Model]
 """Gives the model that answers a request; raises `Refused` with status 404 where there is none."""
 
@@ -155,13 +157,24 @@ class ChatHandlers:
                 event["choices"][0].update({"unmet": why} if why else {})
                 events.put_nowait(event)
             return choice.answer
-        telling = StreamBuilder(builder, index)
+        telling, late = StreamBuilder(builder, index), False
+        asking = asyncio.current_task()
+        assert asking is not None
 
         def on_tokens(news: Sampled) -> None:
-            for event in telling.add(news):
+            nonlocal late
+            if events.qsize() >= _MOST_WAITING and not late:
+                late = asking.cancel()
+            for event in telling.add(news) if not late else ():
                 events.put_nowait(event)
 
-        answer = await model.ask(order.asks[index], on_tokens)
+        try:
+            answer = await model.ask(order.asks[index], on_tokens)
+        except asyncio.CancelledError:
+            if not late:
+                raise
+            message = f"at most {_MOST_WAITING} events of a stream may wait to be read, got more"
+            raise Refused(message, 408, code="too_slow") from None
         for event in telling.end(answer):
             events.put_nowait(event)
         return answer

@@ -31,8 +31,7 @@ class Refused(RequestError):
 
     @property
     def headers(self) -> dict[str, str]:
-        """413 and 408 close the connection, because the rest of the body is not read."""
-        closing = {"connection": "close"} if self.status in (408, 413) else {}
+        closing = {"connection": "close"} if self.status == 408 else {}  # the rest of the request may come never
         return closing | ({"retry-after": str(self.seconds)} if self.seconds else {})
 
     def as_json(self) -> dict[str, Any]:

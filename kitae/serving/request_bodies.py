@@ -23,9 +23,11 @@ MOST_TOP = 20
 
 _MOST_CHOICES = 128
 _MOST_STOPS, _LONGEST_STOP = 64, 256  # each is looked for after each token
+_MOST_FIELDS = 100
+_SHOWN = 20  # entries of a value that a message repeats
 _LONGEST_NAME = 100  # characters of a field whose likeness is looked for
 _MOST_STOP_TOKENS = 1024
-_AT_ONCE = 2**20  # bytes that the compiled parser takes; while it works, no other thread does
+_AT_ONCE = 2 * 2**20  # bytes that the compiled parser takes; while it works, no other thread does
 MOST_DETOKENIZED = 2**18
 HIGHEST_TOKEN = 2**31 - 1
 """Of token ids that can be asked about at all; a model has fewer, and says so."""
@@ -55,6 +57,8 @@ class RequestBody(BaseModel):
 
     @classmethod
     def read(cls, body: Mapping[str, Any]) -> Self:
+        if len(body) > _MOST_FIELDS:
+            raise Refused(f"a request must have at most {_MOST_FIELDS} fields, got {len(body)}")
         try:
             return cls.model_validate(body)
         except ValidationError as error:
@@ -128,8 +132,9 @@ def only(neutral: Sequence[Any], why: str) -> AfterValidator:
     def check(value: Any, info: ValidationInfo) -> Any:
         if value not in neutral:
             shown = f", only {json.dumps(neutral[0])}" if neutral else ""
-            name = str(info.field_name)
-            raise Refused(f"{name} is not supported{shown}: {why}; got {clip(json.dumps(value))}", param=name)
+            name, many = str(info.field_name), isinstance(value, dict | list) and len(value) > _SHOWN
+            got = f"{len(value)} entries" if many else clip(json.dumps(value))
+            raise Refused(f"{name} is not supported{shown}: {why}; got {got}", param=name)
         return value
 
     return AfterValidator(check)

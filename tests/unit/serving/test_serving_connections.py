@@ -1,11 +1,15 @@
 """How many connections a server has, and which of them it gives up."""
 
 import asyncio
+import socket
+import time
+from typing import Any
 
 import uvicorn
 from uvicorn.server import ServerState
 
-from kitae.serving.running_server import bounded
+from kitae.clients.addresses import listen
+from kitae.serving.running_server import Patience, bounded, serving
 
 
 async def _slow(scope: object, receive: object, send: object) -> None:
@@ -48,5 +52,93 @@ def test_the_one_that_is_idle_longest_is_closed() -> None:
         server.close()
         await asyncio.sleep(0.05)
         assert not state.connections
+
+    asyncio.run(body())
+
+
+async def _flooding(scope: Any, receive: Any, send: Any) -> None:
+    """Answers with 8 MB in pieces, after the body has come."""
+    while (await receive()).get("more_body"):
+        pass
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % (8 << 20))]})
+    for i in range(128):
+        await send({"type": "http.response.body", "body": bytes(1 << 16), "more_body": i < 127})
+
+
+PATIENCE = Patience(head=0.5, body=1.5, reading=1.5, progress=1 << 14)
+
+
+async def _open(port: int, sent: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    sock = socket.socket()
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    sock.setblocking(False)
+    await asyncio.get_running_loop().sock_connect(sock, ("127.0.0.1", port))
+    reader, writer = await asyncio.open_connection(sock=sock, limit=4096)
+    writer.write(sent)
+    return reader, writer
+
+
+async def _end(reader: asyncio.StreamReader) -> bytes:
+    try:
+        return await asyncio.wait_for(reader.read(), 8)
+    except ConnectionError:
+        return b""
+
+
+def test_clients_that_owe_something_for_too_long_are_given_up() -> None:
+    async def body() -> None:
+        taken = listen("127.0.0.1", 0)
+        port = taken.getsockname()[1]
+        head = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n"
+        async with serving(_flooding, taken, PATIENCE):
+            half_head = [await _open(port, head[:n]) for n in (1, 20, len(head) - 1)]
+            half_body = [await _open(port, head + b"x" * n) for n in (0, 99)]
+            trickle = await _open(port, head)
+            deaf = await _open(port, head + b"x" * 100)
+            slow = await _open(port, head + b"x" * 100)
+            began = time.monotonic()
+
+            async def drop_by_drop() -> None:
+                for _ in range(90):
+                    trickle[1].write(b"x")
+                    await asyncio.sleep(0.1)
+
+            async def read_slowly() -> int:
+                got = 0
+                while part := await asyncio.wait_for(slow[0].read(1 << 16), 8):
+                    got += len(part)
+                    await asyncio.sleep(0.01)
+                    if got >= 8 << 20:
+                        break
+                return got
+
+            dropping = asyncio.create_task(drop_by_drop())
+            reading = asyncio.create_task(read_slowly())
+            for reader, _ in half_head:
+                assert b"400" in (said := await _end(reader)) and b"must have come after 0.5 s" in said
+            assert time.monotonic() - began < 4
+            assert [await _end(reader) for reader, _ in half_body] == [b"", b""]
+            assert await _end(trickle[0]) == b"", "drops do not extend the time for a body"
+            dropping.cancel()
+            await asyncio.sleep(max(0.0, 4 - (time.monotonic() - began)))
+            assert len(await _end(deaf[0])) < 8 << 20, "what was in flight may still be read, but not all"
+            assert await reading >= 8 << 20, "who reads slowly, but reads, gets all"
+            for _, writer in (*half_head, *half_body, trickle, deaf, slow):
+                writer.close()
+
+    asyncio.run(body())
+
+
+def test_what_waits_for_clients_is_bounded_in_all() -> None:
+    async def body() -> None:
+        taken = listen("127.0.0.1", 0)
+        head = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n"
+        async with serving(_flooding, taken, Patience(unread=1 << 16)):
+            deaf = [await _open(taken.getsockname()[1], head) for _ in range(4)]
+            await asyncio.sleep(2.5)
+            got = [len(await _end(reader)) for reader, _ in deaf]
+            assert sum(size < 8 << 20 for size in got) >= 3
+            for _, writer in deaf:
+                writer.close()
 
     asyncio.run(body())
