@@ -5,7 +5,7 @@ import importlib.util
 import os
 import signal
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, cast, get_args
 
 import typer
 
@@ -32,6 +32,29 @@ def serve(
     api_key_env: Annotated[
         str | None, typer.Option(help="The environment variable with the key that clients must send.", metavar="NAME")
     ] = None,
+    api_key_file: Annotated[
+        Path | None,
+        typer.Option(help="A TOML file with keys, their names and limits; see the page on serving.", metavar="FILE"),
+    ] = None,
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A key; may be given again. Who shares the machine can see it: better by file.", metavar="KEY"
+        ),
+    ] = None,
+    in_flight: Annotated[int, typer.Option(min=0, help="Requests at the same time, for each key; 0: any number.")] = 0,
+    requests_per_minute: Annotated[int, typer.Option(min=0, help="For each key; 0: any number.")] = 0,
+    tokens_per_minute: Annotated[
+        int, typer.Option(min=0, help="Of prompts and answers, for each key; 0: any number.")
+    ] = 0,
+    control_tokens: Annotated[
+        str,
+        typer.Option(
+            help="Where special tokens that a request spells out are read as such: never, in completions, or always "
+            "(in messages too).",
+            metavar="never|completions|always",
+        ),
+    ] = "completions",
     name: Annotated[
         str | None, typer.Option(help="How clients call the model; default: the name of its run or folder.")
     ] = None,
@@ -58,35 +81,37 @@ def serve(
             raise ConfigError(f"kitae serve takes settings of {' and '.join(_SECTIONS)}, got {override!r}")
     path = find_run(Path(target))
     config = model_settings(str(path) if path.exists() else target, overrides or [])
+    from kitae.serving.api_keys import ApiKey, KeyLimits, check_keys, read_keys
     from kitae.serving.handlers import AnswerPolicy
+    from kitae.serving.prompt_reader import ControlTokens
     from kitae.serving.start_server import ServerSettings
     from kitae.serving.start_server import serve as start
 
+    if control_tokens not in get_args(ControlTokens):
+        known = ", ".join(get_args(ControlTokens))
+        raise ConfigError(f"--control-tokens must be one of {known}, got {control_tokens!r}")
+    limits = KeyLimits(
+        in_flight=in_flight, requests_per_minute=requests_per_minute, tokens_per_minute=tokens_per_minute
+    )
+    keys = [ApiKey(f"key-{i}", key, limits) for i, key in enumerate(api_key or [], 1)]
+    keys += read_keys(api_key_file, limits) if api_key_file else []
+    if api_key_env is not None:
+        keys.append(ApiKey(f"${api_key_env}", os.environ.get(api_key_env, "").strip(), limits))
     settings = ServerSettings(
         name or Path(target).name if path.exists() else name or target,
         host,
         port,
-        _key(api_key_env),
+        check_keys(keys),
+        limits,
         queue,
-        AnswerPolicy(tries, answer_anyway),
+        cast(ControlTokens, control_tokens),
+        answer_policy=AnswerPolicy(tries, answer_anyway),
     )
+    variable = api_key_env or ("KEY" if keys else None)
     try:
-        asyncio.run(
-            start(config.model, config.engine, settings, lambda *place: _say(settings.name, api_key_env, *place))
-        )
+        asyncio.run(start(config.model, config.engine, settings, lambda *place: _say(settings.name, variable, *place)))
     except KeyboardInterrupt:  # before the server runs
         raise Interrupted("interrupted", signal.SIGINT) from None
-
-
-def _key(variable: str | None) -> str:
-    if variable is None:
-        return ""
-    key = os.environ.get(variable, "").strip()
-    if not key or not (key.isascii() and key.isprintable()):
-        raise ConfigError(
-            f"the key in ${variable} must be printable ASCII and not empty, got {'other' if key else 'none'}"
-        )
-    return key
 
 
 def _say(name: str, key_env: str | None, address: str, path: str) -> None:

@@ -1,7 +1,8 @@
-"""The addresses of a server, and the check of its key."""
+"""The addresses of a server, and the check of its keys."""
 
-import hmac
+import time
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 from starlette.applications import Starlette
@@ -13,7 +14,9 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kitae.clients.addresses import host_name, is_loopback, means
+from kitae.data.data_files import clip
 from kitae.errors import ConfigError
+from kitae.serving.api_keys import Account, KeyRing
 from kitae.serving.handlers import ChatHandlers, no_responses
 from kitae.serving.http_bodies import Handler, endpoint, json_response, refusal_of
 from kitae.serving.refusals import Refused
@@ -23,41 +26,49 @@ _OPEN = ("/health",)
 
 
 class KeyGuard:
-    """ASGI middleware: a request without the key gets no answer, except at `/health`.
+    """ASGI middleware: a request without a key gets no answer, except at `/health`, and each key has its limits.
 
     A server without a key listens on the loopback address alone, and the Host header must name this machine (against
     DNS rebinding).
     """
 
-    def __init__(self, app: ASGIApp, host: str, key: str = "") -> None:
-        check_key(host, key)
-        self._app, self._host, self._key = app, host, key
+    def __init__(self, app: ASGIApp, host: str, keys: KeyRing | None = None) -> None:
+        self._app, self._host, self._keys = app, host, keys or KeyRing([])
+        check_key(host, self._keys)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        refused = self._refusal(scope) if scope["type"] == "http" else None
-        if refused is None:
+        if scope["type"] != "http":
             await self._app(scope, receive, send)
-        else:
-            await json_response(refused.as_json(), refused.status)(scope, receive, send)
+            return
+        try:
+            account = self._account(scope)
+            limited = account.entered() if account and scope["method"] == "POST" else nullcontext()
+            with limited:
+                scope |= {"account": account, "arrived": time.monotonic()}
+                await self._app(scope, receive, send)
+        except Refused as refused:
+            await json_response(refused.as_json(), refused.status, refused.headers)(scope, receive, send)
 
-    def _refusal(self, scope: Scope) -> Refused | None:
+    def _account(self, scope: Scope) -> Account | None:
+        """That of the key; None at an address that needs none."""
         headers = Headers(scope=scope)
-        if self._key:
-            scheme, _, given = headers.get("authorization", "").partition(" ")
-            if scope["path"] in _OPEN or (scheme.lower() == "bearer" and self._admits(given.strip())):
-                return None
-            return Refused("the key must be sent as Authorization: Bearer KEY, got none or another", 401)
-        name = host_name(headers.get("host", ""))
-        return None if means(self._host, name) else Refused(f"this server does not answer to the name {name!r}", 421)
+        if self._keys.open:
+            name = host_name(headers.get("host", ""))
+            if not means(self._host, name):
+                raise Refused(f"this server does not answer to the name {clip(repr(name))}", 421)
+            return self._keys.account("")
+        scheme, _, given = headers.get("authorization", "").partition(" ")
+        account = self._keys.account(given.strip()) if scheme.lower() == "bearer" else None
+        if account is None and scope["path"] not in _OPEN:
+            raise Refused("the key must be sent as Authorization: Bearer KEY, got none or another", 401)
+        return account
 
-    def _admits(self, given: str) -> bool:
-        return hmac.compare_digest(self._key.encode(), given.encode())
 
-
-def check_key(host: str, key: str) -> None:
-    if not key and not is_loopback(host):
+def check_key(host: str, keys: KeyRing) -> None:
+    if keys.open and not is_loopback(host):
         raise ConfigError(
-            f"a server that others can reach needs a key, got none for {host}: set one with --api-key-env NAME"
+            f"a server that others can reach needs a key, got none for {host}: set one with --api-key-env NAME or "
+            "--api-key-file FILE, or listen on 127.0.0.1 and let others come by ssh -L"
         )
 
 
@@ -90,7 +101,7 @@ def name_routes(name: str, context: int, counters: Counters) -> list[BaseRoute]:
 
     async def model(request: Request) -> Response:
         if request.path_params["name"] != name:
-            raise Refused(f"there is no model {request.path_params['name']!r} here, only {name!r}", 404)
+            raise Refused(f"there is no model {clip(repr(request.path_params['name']))} here, only {name!r}", 404)
         return json_response(listed)
 
     return [
@@ -106,7 +117,7 @@ def make_app(
     name: str,
     context: int,
     host: str,
-    key: str = "",
+    keys: KeyRing | None = None,
     healthy: Callable[[], Awaitable[None]] | None = None,
 ) -> Starlette:
     """The app of these routes and of those that every server has. healthy: raises if the server cannot answer."""
@@ -124,7 +135,7 @@ def make_app(
         Route("/health", endpoint(health, counters)),
         Route("/metrics", metrics),
     ]
-    guard = Middleware(KeyGuard, host=host, key=key)
+    guard = Middleware(KeyGuard, host=host, keys=keys)
     return Starlette(routes=[*routes, *shared], middleware=[guard], exception_handlers={404: _lost, 405: _lost})
 
 

@@ -31,14 +31,23 @@ class Ask:
 
 
 @dataclass(frozen=True, slots=True)
+class Timing:
+    """Seconds from a request to its first token and to its last, as the server saw them: `Timing(0.21, 1.4)`."""
+
+    first: float
+    last: float
+
+
+@dataclass(frozen=True, slots=True)
 class Answer:
     """The answer to a request, as sampled tokens and as the turn that they spell. The ids of its calls are unique among
-    all answers, because clients refer to calls by id in later requests."""
+    all answers, because clients refer to calls by id in later requests. timing: None where nobody measured."""
 
     prompt_tokens: tuple[int, ...]
     sampled: Sampled
     finish: FinishReason
     turn: Turn
+    timing: Timing | None = field(default=None, compare=False)
 
 
 def with_ids(turn: Turn, answer: str) -> Turn:

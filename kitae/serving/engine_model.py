@@ -3,14 +3,16 @@
 import asyncio
 import secrets
 import sys
+import time
 
 from kitae.data.chat import Chat
 from kitae.engines.base import Completion, Engine, Request, Sampled
 from kitae.errors import DataError, RequestError
-from kitae.serving.base import Answer, Ask, OnTokens, with_ids
+from kitae.serving.base import Answer, Ask, OnTokens, Timing, with_ids
 
 _EVERY = 0.02  # seconds between two polls of the engine, while an answer is streamed
 _MOST_TOLD = 500  # pieces in a second, of all streams together: sending one costs as much as sampling a token
+_MOST_LOOKED = 5000  # requests in a second whose progress is looked up
 _SHARE = "served"  # equal prompts of all clients are computed once
 _ALL = sys.maxsize
 
@@ -28,9 +30,9 @@ class EngineModel:
             raise RequestError("this engine knows no stop strings, got some")
         seed = secrets.randbits(63) if ask.seed is None else ask.seed
         request = Request(ask.id, prompt, ask.sampling, seed, share=_SHARE)
-        done = await self._streams.generate(request, on_tokens)
+        done, timing = await self._streams.generate(request, on_tokens)
         turn = self.chat.read(done.tokens, ask.sampling.stop_strings, ask.tools)
-        return Answer(prompt, done.sampled, done.finish, with_ids(turn, f"{secrets.randbits(96):024x}"))
+        return Answer(prompt, done.sampled, done.finish, with_ids(turn, f"{secrets.randbits(96):024x}"), timing)
 
     def _prompt(self, ask: Ask) -> tuple[int, ...]:
         if ask.prompt_tokens is not None:
@@ -42,28 +44,31 @@ class EngineModel:
 
 
 class TokenStreams:
-    """Requests whose tokens are passed on as they come. One task polls the engine for all of them, less often the more
-    there are, and only while there are any."""
+    """Requests whose tokens are passed on as they come; of others, the time of the first token is noted. One task polls
+    the engine for all of them, less often the more there are, and only while there is something to hear."""
 
     def __init__(self, engine: Engine, every: float = _EVERY) -> None:
         self._engine, self._every = engine, every
         self._known: dict[str, int] = {}  # the number of tokens that were passed on, by request in flight
         self._listeners: dict[str, OnTokens] = {}
+        self._first: dict[str, float] = {}  # when the first token was seen, of requests in flight
         self._looking: asyncio.Task[None] | None = None
 
-    async def generate(self, request: Request, on_tokens: OnTokens | None) -> Completion:
+    async def generate(self, request: Request, on_tokens: OnTokens | None) -> tuple[Completion, Timing]:
         if request.id in self._known:
             raise RequestError(f"request id {request.id!r} is in flight already")
-        self._known[request.id] = 0 if on_tokens else _ALL
+        began = time.monotonic()
+        self._known[request.id] = 0
         if on_tokens:
             self._listeners[request.id] = on_tokens
-            self._look()
+        self._look()
         try:
             done = await self._engine.generate(request)
-            if on_tokens:
-                self._tell(request.id, done.sampled.after(self._known[request.id]))
-            return done
+            self._tell(request.id, done.sampled.after(self._known[request.id]))
+            now = time.monotonic()
+            return done, Timing(self._first.get(request.id, now) - began, now - began)
         finally:
+            self._first.pop(request.id, None)
             del self._known[request.id]
             self._listeners.pop(request.id, None)
 
@@ -72,12 +77,18 @@ class TokenStreams:
             self._looking = asyncio.create_task(self._keep_looking())
 
     async def _keep_looking(self) -> None:
-        while self._listeners:
-            await asyncio.sleep(max(self._every, len(self._listeners) / _MOST_TOLD))
+        while self._listeners or len(self._first) < len(self._known):
+            told, looked = len(self._listeners) / _MOST_TOLD, len(self._known) / _MOST_LOOKED
+            await asyncio.sleep(max(self._every, told, looked))
             for id, news in self._engine.progress(self._known).items():
                 self._tell(id, news)
 
     def _tell(self, id: str, news: Sampled) -> None:
-        if news.tokens and id in self._listeners:
+        if not news.tokens or id not in self._known:
+            return
+        self._first.setdefault(id, time.monotonic())
+        if id in self._listeners:
             self._known[id] += len(news.tokens)
             self._listeners[id](news)
+        else:
+            self._known[id] = _ALL

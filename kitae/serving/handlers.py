@@ -6,15 +6,18 @@ The model is looked up for each request (`Find`), so one set of addresses can se
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Scope
 
 from kitae.engines.base import Sampled, stream_seed
 from kitae.serving.admission import AdmissionControl
+from kitae.serving.api_keys import Account
 from kitae.serving.base import Answer, Ask, Model, OnTokens
 from kitae.serving.http_bodies import EventStream, Json, json_response, place_of, unless_gone
 from kitae.serving.prompt_reader import PromptReader
@@ -27,6 +30,9 @@ from kitae.serving.text_scoring import ScoredText, TextScorer
 from kitae.types import Turn
 
 _MOST_WAITING = 16_384  # events of a stream
+
+Answered = Callable[[Account | None, float, Sequence[Answer], int], None]
+"""Takes the account of a client, how long its request waited, its answers, and the number of tokens of its prompts."""
 
 Find = Callable[[Request], Model]
 """Gives the model that answers a request; raises `Refused` with status 404 where there is none."""
@@ -50,7 +56,8 @@ class AnswerPolicy:
 class ChatHandlers:
     """The handlers of one server. scorer: computes log-probs of prompts and of the likeliest tokens; None: requests for
     them are refused. gone: is called with the path of a request whose client has gone before the end of the stream.
-    reader: reads requests; None: for models that make tokens of messages themselves."""
+    reader: reads requests; None: for models that make tokens of messages themselves. answered: is called with the
+    answers to each request."""
 
     def __init__(
         self,
@@ -61,10 +68,11 @@ class ChatHandlers:
         answer_policy: AnswerPolicy | None = None,
         gone: Callable[[str], None] = lambda path: None,
         reader: RequestReader[PromptReader] | None = None,
+        answered: Answered = lambda *_: None,
     ) -> None:
         self._find, self._renderer, self._admission, self._scorer = find, renderer, admission, scorer
         self._answer_policy = answer_policy or AnswerPolicy()
-        self._gone = gone
+        self._gone, self._answered = gone, answered
         self._reader = reader or RequestReader([PromptReader.for_models(renderer.chat)])
 
     async def chat(self, request: Request) -> Response:
@@ -109,41 +117,50 @@ class ChatHandlers:
         if _needs_scores(order) and self._scorer is None:
             raise Refused("this address gives no log-probs but those of sampled tokens", param="logprobs")
         if not order.stream:
-            return json_response(await unless_gone(request.receive, self._whole(model, order)))
-        events = self._events(model, order)
+            return json_response(await unless_gone(request.receive, self._whole(model, order, request.scope)))
+        events = self._events(model, order, request.scope)
         first = await unless_gone(request.receive, anext(events))
         return EventStream(events, first, lambda: self._gone(place_of(request)))
 
-    async def _whole(self, model: Model, order: AnswerOrder) -> Json:
+    async def _whole(self, model: Model, order: AnswerOrder, scope: Scope) -> Json:
+        waited = _since_arrival(scope)
         with self._admission.take(len(order.asks)):
             async with asyncio.TaskGroup() as tasks:
                 made = [tasks.create_task(self._choice(model, order, i)) for i in range(len(order.asks))]
         choices, unmet = zip(*(task.result() for task in made), strict=True)
+        self._note(order, scope, waited, [choice.answer for choice in choices])
         body = ResponseBuilder(order, self._renderer).whole(choices)
         for told, why in zip(body["choices"], unmet, strict=True):
             told.update({"unmet": why} if why else {})
         return body
 
-    async def _events(self, model: Model, order: AnswerOrder) -> AsyncGenerator[Json, None]:
+    def _note(self, order: AnswerOrder, scope: Scope, waited: float, answers: Sequence[Answer]) -> None:
+        prompts = sum(len(answer.prompt_tokens) for answer in answers[:: order.choices])
+        self._answered(scope.get("account"), waited, answers, prompts)
+
+    async def _events(self, model: Model, order: AnswerOrder, scope: Scope) -> AsyncGenerator[Json, None]:
         """Events of all choices, in the order in which they come."""
+        waited = _since_arrival(scope)
         with self._admission.take(len(order.asks)):
             events: asyncio.Queue[Json | None] = asyncio.Queue()
             working = asyncio.create_task(self._tell_all(model, order, events))
             try:
                 while (event := await events.get()) is not None:
                     yield event
-                await working
+                self._note(order, scope, waited, await working)
             finally:
                 working.cancel()
                 await asyncio.gather(working, return_exceptions=True)
 
-    async def _tell_all(self, model: Model, order: AnswerOrder, events: "asyncio.Queue[Json | None]") -> None:
+    async def _tell_all(self, model: Model, order: AnswerOrder, events: "asyncio.Queue[Json | None]") -> list[Answer]:
         builder = ResponseBuilder(order, self._renderer)
         try:
             async with asyncio.TaskGroup() as tasks:
                 made = [tasks.create_task(self._tell(model, builder, i, events)) for i in range(len(order.asks))]
+            answers = [task.result() for task in made]
             if order.usage:
-                events.put_nowait(builder.last([task.result() for task in made]))
+                events.put_nowait(builder.last(answers))
+            return answers
         finally:
             events.put_nowait(None)
 
@@ -219,6 +236,10 @@ class ChatHandlers:
 def _needs_scores(order: AnswerOrder) -> bool:
     """Whether log-probs are wanted that sampling does not give: of the prompt, or of tokens that were not drawn."""
     return order.logprobs and (order.top > 0 or order.echo)
+
+
+def _since_arrival(scope: Scope) -> float:
+    return max(0.0, time.monotonic() - scope["arrived"]) if "arrived" in scope else 0.0
 
 
 def _is_retry(request: Request) -> bool:

@@ -164,7 +164,7 @@ def endpoint(handler: Handler, counters: Counters) -> Handler:
         except Exception as error:
             refused = refusal_of(error)
             response = json_response(refused.as_json(), refused.status, refused.headers)
-        counters.count(path, response.status_code, time.monotonic() - began)
+        counters.count(path, response.status_code, time.monotonic() - began, request.scope.get("account"))
         return response
 
     return answer

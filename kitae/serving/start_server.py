@@ -18,6 +18,7 @@ from kitae.models.config import ModelConfig
 from kitae.models.load import check_model, find_model, load_policy
 from kitae.models.policy import Policy
 from kitae.serving.admission import AdmissionControl
+from kitae.serving.api_keys import NO_LIMITS, ApiKey, KeyLimits, KeyRing
 from kitae.serving.app import check_key, make_app, model_routes
 from kitae.serving.engine_model import EngineModel
 from kitae.serving.handlers import AnswerPolicy, ChatHandlers
@@ -38,18 +39,24 @@ from kitae.verifiers.reward_model_verifier import RewardService
 class ServerSettings:
     """`ServerSettings("smollm2-135m", port=8000)`.
 
-    name: the name by which clients know the model. key: the key that clients must send; needed where other machines can
-    reach the server. queue: the number of answers that may be under way, including those that wait for the engine;
-    further requests are refused with a time to try again. control_tokens: see `kitae.serving.prompt_reader`.
+    name: the name by which clients know the model. keys: clients must send one of them; needed where other machines can
+    reach the server. limits: of all clients together, where there are no keys. queue: the number of answers that may be
+    under way, including those that wait for the engine; further requests are refused with a time to try again.
+    control_tokens: see `kitae.serving.prompt_reader`.
     """
 
     name: str
     host: str = "127.0.0.1"
     port: int = 8000
-    key: str = ""
+    keys: tuple[ApiKey, ...] = ()
+    limits: KeyLimits = NO_LIMITS
     queue: int = 512
     control_tokens: ControlTokens = "completions"
     reading: ReadingLimits = READING
+
+    def ring(self) -> KeyRing:
+        return KeyRing(self.keys, self.limits)
+
     answer_policy: AnswerPolicy = field(default_factory=AnswerPolicy)
 
 
@@ -59,7 +66,7 @@ Ready = Callable[[str, str], None]
 
 async def serve(model: ModelConfig, engine: EngineConfig, settings: ServerSettings, ready: Ready) -> None:
     """Serve until a signal, then raise `Interrupted`. Errors of model, address or key come before the model loads."""
-    check_key(settings.host, settings.key)
+    check_key(settings.host, settings.ring())
     folder = find_model(model.path)
     assert folder is not None
     rewards = is_reward_model(folder)
@@ -98,8 +105,8 @@ async def open_model(model: ModelConfig, config: EngineConfig, settings: ServerS
 def app_of(policy: Policy, engine: Engine, scorer: TextScorer, settings: ServerSettings) -> Starlette:
     chat = Chat(policy.tokenizer, policy.base.generation_config)
     renderer = AnswerRenderer(settings.name, chat, TokenText(policy.tokenizer), streams_early(policy.tokenizer))
-    admission, model = AdmissionControl(settings.queue), EngineModel(engine, chat)
-    counters = Counters(admission, engine.stats)
+    admission, model, keys = AdmissionControl(settings.queue), EngineModel(engine, chat), settings.ring()
+    counters = Counters(admission, engine.stats, keys.accounts)
     lanes = [
         PromptReader.of(
             policy.tokenizer,
@@ -118,6 +125,7 @@ def app_of(policy: Policy, engine: Engine, scorer: TextScorer, settings: ServerS
         settings.answer_policy,
         counters.gone,
         RequestReader(lanes, settings.reading),
+        counters.answered,
     )
 
     async def healthy() -> None:
@@ -130,7 +138,7 @@ def app_of(policy: Policy, engine: Engine, scorer: TextScorer, settings: ServerS
         name=settings.name,
         context=policy.max_context,
         host=settings.host,
-        key=settings.key,
+        keys=keys,
         healthy=healthy,
     )
 
@@ -141,13 +149,13 @@ async def open_rewards(model: ModelConfig, settings: ServerSettings) -> AsyncIte
     service = RewardService(model=model.path, device=model.device, dtype=model.dtype)
     await service.start()
     try:
-        admission = AdmissionControl(settings.queue)
-        counters = Counters(admission)
+        admission, keys = AdmissionControl(settings.queue), settings.ring()
+        counters = Counters(admission, accounts=keys.accounts)
         routes = reward_routes(
             RewardHandlers(service, settings.name, admission, RequestReader([None], settings.reading)), counters
         )
         yield make_app(
-            routes, counters, name=settings.name, context=0, host=settings.host, key=settings.key
+            routes, counters, name=settings.name, context=0, host=settings.host, keys=keys
         )  # fmt: skip
     finally:
         await service.close()

@@ -19,6 +19,7 @@ from served import client_of
 from kitae.errors import ConfigError
 from kitae.serving import start_server
 from kitae.serving.admission import AdmissionControl
+from kitae.serving.api_keys import ApiKey, KeyRing
 from kitae.serving.app import KeyGuard, make_app
 from kitae.serving.server_metrics import Counters
 
@@ -105,7 +106,8 @@ def test_what_is_wrong_is_said_before_a_model_loads(
 
 
 def app(host: str, key: str = "") -> Any:
-    return make_app([], Counters(AdmissionControl(1)), name="m", context=1, host=host, key=key)
+    keys = KeyRing([ApiKey("team", key)] if key else [])
+    return make_app([], Counters(AdmissionControl(1)), name="m", context=1, host=host, keys=keys)
 
 
 def test_without_a_key_only_this_machine_is_answered_to() -> None:
