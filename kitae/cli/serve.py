@@ -84,7 +84,7 @@ def serve(
     from kitae.serving.api_keys import ApiKey, KeyLimits, check_keys, read_keys
     from kitae.serving.handlers import AnswerPolicy
     from kitae.serving.prompt_reader import ControlTokens
-    from kitae.serving.start_server import ServerSettings
+    from kitae.serving.server_settings import ServerSettings
     from kitae.serving.start_server import serve as start
 
     if control_tokens not in get_args(ControlTokens):

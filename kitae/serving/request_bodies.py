@@ -187,8 +187,8 @@ class AnswerBody(RequestBody):
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     return_token_ids: bool = False
-    max_tokens: int | None = Field(None, le=2**63 - 1)
-    max_completion_tokens: int | None = Field(None, le=2**63 - 1)
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
     temperature: float = Field(1.0, ge=0)
     top_p: float = Field(1.0, ge=0, le=1)
     top_k: int = Field(0, ge=-1, le=2**31 - 1)

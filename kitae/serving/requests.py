@@ -18,7 +18,7 @@ from kitae.serving.request_bodies import HIGHEST_TOKEN, AnswerBody, ChatBody, Co
 from kitae.types import Message, Tool, Turn
 
 _COMPLETION_TOKENS = 16  # what OpenAI's API has where a completion says nothing of max_tokens
-_UNBOUNDED = 1 << 30  # max_tokens of a chat that says nothing of it: the context is the limit
+_UNBOUNDED = 1 << 30  # max_tokens of a chat that says nothing of it, or more: the context is the limit
 _COLDEST = 1e-9  # temperature
 _MOST_TOOLS = 256
 _MOST_TOOL_BYTES = 512 * 2**10  # of their JSON
@@ -152,7 +152,7 @@ def _sampling(body: AnswerBody, chat: Chat, default: int, least: int = 1) -> Sam
     ends = () if body.ignore_eos else chat.stop_tokens
     return SamplingParams(
         temperature=body.temperature,
-        max_tokens=given.pop() if given else default,
+        max_tokens=min(given.pop() if given else default, _UNBOUNDED),
         top_p=body.top_p,
         top_k=max(0, body.top_k),
         min_p=body.min_p,

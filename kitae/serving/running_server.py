@@ -50,16 +50,12 @@ class Patience:
 PATIENCE = Patience()
 
 
-class _Server(uvicorn.Server):
-    """Signals are the caller's affair."""
+class PatientServer(uvicorn.Server):
+    """A server of `bounded` connections that does not wait for ever."""
 
-    def __init__(self, config: uvicorn.Config, patience: Patience) -> None:
+    def __init__(self, config: uvicorn.Config, patience: Patience = PATIENCE) -> None:
         super().__init__(config)
         self._patience = patience
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
 
     async def on_tick(self, counter: int) -> bool:
         if counter % 10 == 0:  # once a second
@@ -80,6 +76,14 @@ class _CountingTransport:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)
+
+
+class _Server(PatientServer):
+    """Signals are the caller's affair."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
 
 
 class Connection(H11Protocol):

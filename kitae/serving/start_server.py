@@ -3,7 +3,6 @@
 import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from starlette.applications import Starlette
@@ -18,47 +17,18 @@ from kitae.models.config import ModelConfig
 from kitae.models.load import check_model, find_model, load_policy
 from kitae.models.policy import Policy
 from kitae.serving.admission import AdmissionControl
-from kitae.serving.api_keys import NO_LIMITS, ApiKey, KeyLimits, KeyRing
 from kitae.serving.app import check_key, make_app, model_routes
 from kitae.serving.engine_model import EngineModel
-from kitae.serving.handlers import AnswerPolicy, ChatHandlers
-from kitae.serving.prompt_reader import ControlTokens, PromptReader
-from kitae.serving.request_bodies import READING, ReadingLimits
-from kitae.serving.request_reader import RequestReader
+from kitae.serving.handlers import ChatHandlers
 from kitae.serving.responses import AnswerRenderer
 from kitae.serving.reward_handlers import RewardHandlers, reward_routes
 from kitae.serving.running_server import run_server
 from kitae.serving.server_metrics import Counters
+from kitae.serving.server_settings import ServerSettings
 from kitae.serving.streamed_text import streams_early
 from kitae.serving.text_scoring import TextScorer
 from kitae.serving.token_text import TokenText
 from kitae.verifiers.reward_model_verifier import RewardService
-
-
-@dataclass(frozen=True, slots=True)
-class ServerSettings:
-    """`ServerSettings("smollm2-135m", port=8000)`.
-
-    name: the name by which clients know the model. keys: clients must send one of them; needed where other machines can
-    reach the server. limits: of all clients together, where there are no keys. queue: the number of answers that may be
-    under way, including those that wait for the engine; further requests are refused with a time to try again.
-    control_tokens: see `kitae.serving.prompt_reader`.
-    """
-
-    name: str
-    host: str = "127.0.0.1"
-    port: int = 8000
-    keys: tuple[ApiKey, ...] = ()
-    limits: KeyLimits = NO_LIMITS
-    queue: int = 512
-    control_tokens: ControlTokens = "completions"
-    reading: ReadingLimits = READING
-
-    def ring(self) -> KeyRing:
-        return KeyRing(self.keys, self.limits)
-
-    answer_policy: AnswerPolicy = field(default_factory=AnswerPolicy)
-
 
 Ready = Callable[[str, str], None]
 """Is called with the address of the server and the path at which the model answers."""
@@ -107,16 +77,7 @@ def app_of(policy: Policy, engine: Engine, scorer: TextScorer, settings: ServerS
     renderer = AnswerRenderer(settings.name, chat, TokenText(policy.tokenizer), streams_early(policy.tokenizer))
     admission, model, keys = AdmissionControl(settings.queue), EngineModel(engine, chat), settings.ring()
     counters = Counters(admission, engine.stats, keys.accounts)
-    lanes = [
-        PromptReader.of(
-            policy.tokenizer,
-            policy.base.generation_config,
-            context=policy.max_context,
-            most_answers=settings.queue,
-            control_tokens=settings.control_tokens,
-        )
-        for _ in range(2)
-    ]
+    reader = settings.reader_of(policy.tokenizer, policy.base.generation_config, policy.max_context)
     handlers = ChatHandlers(
         lambda request: model,
         renderer,
@@ -124,7 +85,7 @@ def app_of(policy: Policy, engine: Engine, scorer: TextScorer, settings: ServerS
         scorer,
         settings.answer_policy,
         counters.gone,
-        RequestReader(lanes, settings.reading),
+        reader,
         counters.answered,
     )
 
@@ -151,9 +112,7 @@ async def open_rewards(model: ModelConfig, settings: ServerSettings) -> AsyncIte
     try:
         admission, keys = AdmissionControl(settings.queue), settings.ring()
         counters = Counters(admission, accounts=keys.accounts)
-        routes = reward_routes(
-            RewardHandlers(service, settings.name, admission, RequestReader([None], settings.reading)), counters
-        )
+        routes = reward_routes(RewardHandlers(service, settings.name, admission, settings.reader_of_bodies()), counters)
         yield make_app(
             routes, counters, name=settings.name, context=0, host=settings.host, keys=keys
         )  # fmt: skip

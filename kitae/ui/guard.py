@@ -95,7 +95,7 @@ class PageGuard:
 
     def _welcome(self, scope: Scope) -> ASGIApp:
         """Move the token from the address, which a browser keeps in its history, into a cookie."""
-        answer = RedirectResponse(scope["path"] or "/", 303)
+        answer = RedirectResponse("/" + scope["path"].lstrip("/\\"), 303)  # two slashes would name another server
         answer.set_cookie(cookie_name(scope), self._door.token, httponly=True, samesite="lax")
         return answer
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kitae.data.data_files import clip
 from kitae.errors import StoreError
 from kitae.store.journal import BRIEF, LENGTH, TEXT, open_reader
 from kitae.ui.records import Brief, ErrorKind, ErrorList, RolloutPage
@@ -54,6 +55,14 @@ Key = tuple[int, int]
 Place = tuple[float, int, int]  # what a rollout is ordered by, and its key
 
 
+def whole(text: str) -> int:
+    """A number that the journal can hold; `ValueError` for any other text."""
+    number = int(text)
+    if not -(2**63) <= number < 2**63:
+        raise ValueError(f"a number of 64 bits is needed, got {clip(text)}")
+    return number
+
+
 @dataclass(frozen=True, slots=True)
 class PageCursor:
     """The rollout after which to continue, and its position: `PageCursor(-1.0, group=17, sample=3, position=50)`.
@@ -73,9 +82,10 @@ class PageCursor:
     def read(text: str) -> "PageCursor":
         try:
             lead, group, sample, position = text.split("_")
-            return PageCursor(float(lead), int(group), int(sample), int(position))
+            return PageCursor(float(lead), whole(group), whole(sample), whole(position))
         except ValueError:
-            raise StoreError(f"a position in a list is what the page before gave as its next, got {text!r}") from None
+            got = clip(repr(text))
+            raise StoreError(f"a position in a list is what the page before gave as its next, got {got}") from None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
 """The server of `kitae ui`: its addresses, their handlers, and the program around them. No handler writes anything."""
 
 import secrets
+import sqlite3
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,12 +15,16 @@ from starlette.routing import BaseRoute, Route
 from starlette.staticfiles import StaticFiles
 
 from kitae.clients.addresses import address_of, is_loopback, listen
+from kitae.data.data_files import clip
 from kitae.errors import ConfigError, KitaeError
+from kitae.serving.running_server import PatientServer, bounded
 from kitae.ui import live_events, overview, prompt_history, queries, samples, schedule
 from kitae.ui.guard import Door, PageGuard
 from kitae.ui.library import Library
+from kitae.ui.queries import whole
 from kitae.ui.records import as_json
 from kitae.ui.tables import Tables
+from kitae.workers.descriptors import descriptors
 
 STATIC = Path(__file__).parent / "static"
 _COMPARED = range(2, 7)
@@ -46,8 +51,8 @@ class RunPages:
             Route(one, _json(self._run)),
             Route(f"{one}/series", _json(self._series)),
             Route(f"{one}/rollouts", _json(self._rollouts)),
-            Route(f"{one}/groups/{{group:int}}", _json(self._group)),
-            Route(f"{one}/groups/{{group:int}}/tokens/{{sample}}", _json(self._tokens)),
+            Route(f"{one}/groups/{{group}}", _json(self._group)),
+            Route(f"{one}/groups/{{group}}/tokens/{{sample}}", _json(self._tokens)),
             Route(f"{one}/prompts", _json(self._prompts)),
             Route(f"{one}/errors", _json(lambda request: queries.errors(self._folder(request)))),
             Route(f"{one}/timeline", _json(self._timeline)),
@@ -72,11 +77,11 @@ class RunPages:
     def _rollouts(self, request: Request) -> Any:
         asked = request.query_params
         wanted = queries.RolloutFilter(
-            step=_given(asked.get("step"), int),
+            step=_given(asked.get("step"), whole),
             reward_min=_given(asked.get("reward_min"), float),
             reward_max=_given(asked.get("reward_max"), float),
-            length_min=_given(asked.get("length_min"), int),
-            length_max=_given(asked.get("length_max"), int),
+            length_min=_given(asked.get("length_min"), whole),
+            length_max=_given(asked.get("length_max"), whole),
             finish=asked.get("finish", ""),
             verdict=asked.get("verdict", ""),
             status=asked.get("status", ""),
@@ -88,21 +93,21 @@ class RunPages:
         return queries.rollouts(self._folder(request), wanted, _given(asked.get("after"), queries.PageCursor.read))
 
     def _group(self, request: Request) -> Any:
-        return samples.group(self._folder(request), request.path_params["group"])
+        return samples.group(self._folder(request), _needed(request.path_params["group"]))
 
     def _tokens(self, request: Request) -> Any:
-        sample = _given(request.path_params["sample"], int)
-        return samples.tokens(self._folder(request), request.path_params["group"], sample if sample is not None else 0)
+        group, sample = _needed(request.path_params["group"]), _needed(request.path_params["sample"])
+        return samples.tokens(self._folder(request), group, sample)
 
     def _prompts(self, request: Request) -> Any:
         asked = request.query_params
-        at = max(0, _given(asked.get("at"), int) or 0)
+        at = max(0, _given(asked.get("at"), whole) or 0)
         return prompt_history.history(self._folder(request), asked.get("kind", ""), at)
 
     def _timeline(self, request: Request) -> Any:
         asked = request.query_params
-        steps = min(64, max(1, _given(asked.get("steps"), int) or schedule.STEPS))
-        return schedule.schedule(self._folder(request), _given(asked.get("last"), int), steps)
+        steps = min(64, max(1, _given(asked.get("steps"), whole) or schedule.STEPS))
+        return schedule.schedule(self._folder(request), _given(asked.get("last"), whole), steps)
 
     def _compare(self, request: Request) -> Any:
         keys = [key for key in request.query_params.get("runs", "").split(",") if key]
@@ -124,16 +129,23 @@ def _given(text: str | None, kind: Callable[[str], T]) -> T | None:
     try:
         return kind(text)
     except ValueError:
-        raise ConfigError(f"a number is needed, got {text!r}") from None
+        raise ConfigError(f"a number is needed, got {clip(repr(text))}") from None
+
+
+def _needed(text: str) -> int:
+    found = _given(text, whole)
+    assert found is not None  # a part of a path is never empty
+    return found
 
 
 def _json(answer: Callable[[Request], Any]) -> Callable[[Request], Response]:
-    """An endpoint that runs in a thread of its own. An error of Kitae becomes a JSON object with its message."""
+    """An endpoint that runs in a thread of its own. An error of Kitae becomes a JSON object with its message, and so
+    does what cannot be read in the folder of a run."""
 
     def endpoint(request: Request) -> Response:
         try:
             body, status = answer(request), 200
-        except KitaeError as error:
+        except (KitaeError, OSError, ValueError, sqlite3.Error) as error:
             body, status = {"error": str(error)}, 404
         return Response(as_json(body), status, media_type="application/json")
 
@@ -162,6 +174,7 @@ def serve(places: Sequence[Path], host: str, port: int, ready: Callable[[str], N
     ready(f"{address_of(taken, host)}/{f'?token={door.token}' if door.token else ''}")
     config = uvicorn.Config(
         make_app(library, door),
+        http=bounded(descriptors() // 4),
         log_level="warning",
         access_log=False,
         lifespan="off",
@@ -169,4 +182,4 @@ def serve(places: Sequence[Path], host: str, port: int, ready: Callable[[str], N
         server_header=False,
         timeout_graceful_shutdown=_GRACE,
     )
-    uvicorn.Server(config).run(sockets=[taken])
+    PatientServer(config).run(sockets=[taken])

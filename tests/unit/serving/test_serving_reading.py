@@ -67,7 +67,7 @@ HOSTILE: dict[str, tuple[str, dict[str, Any] | bytes, str]] = {
         "nested too deeply",
     ),
     "a body": (CHAT, said("x" * 9 * MB), "a body must have at most 8388608 bytes"),
-    "a number": (CHAT, said("a", max_tokens=10**3000), "max_tokens must be at most"),
+    "a number": (CHAT, said("a", top_k=10**3000), "top_k must be at most"),
     "a seed": (CHAT, said("a", seed=10**3000), "seed must be below"),
     "a temperature": (CHAT, said("a", temperature=1e-300), "temperature must be 0 or at least"),
     "a digit too many": (CHAT, b'{"n": ' + b"9" * 9000 + b"}", "the body must be JSON"),
