@@ -44,7 +44,7 @@ class KeyGuard:
             account = self._account(scope)
             limited = account.entered() if account and scope["method"] == "POST" else nullcontext()
             with limited:
-                scope |= {"account": account, "arrived": time.monotonic()}
+                scope["account"], scope["arrived"] = account, time.monotonic()
                 await self._app(scope, receive, send)
         except Refused as refused:
             await json_response(refused.as_json(), refused.status, refused.headers)(scope, receive, send)

