@@ -1,12 +1,12 @@
 """The engine seam: everything that turns prompts into sampled tokens implements `Engine`."""
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from kitae.store.columns import joined
-from kitae.types import ExpertArray, FinishReason
+from kitae.types import ExpertArray, FinishReason, FloatArray
 
 if TYPE_CHECKING:  # they need torch, and who only talks to an engine does not
     from kitae.weights.base import Manifest
@@ -81,6 +81,12 @@ class Request:
     prior_experts: ExpertArray | None = field(default=None, compare=False, repr=False)
 
 
+def rollout_of(name: str) -> tuple[int, int]:
+    """Group and sample of what requests of a rollout are called: `rollout_of("train/17/3") == (17, 3)`."""
+    _, group, sample = name.rsplit("/", 2)
+    return int(group), int(sample)
+
+
 def stream_seed(*parts: object) -> int:
     """A 63-bit `Request.seed` made from any printable parts: `stream_seed(run_seed, "train", 17, 3)`."""
     text = "\0".join(str(part) for part in parts)
@@ -95,6 +101,8 @@ class Completion:
     experts: the experts of positions from `Request.experts_from` up to the last token but one, since the last token is
     never computed. Each is the choice of the first computation: a second one rounds otherwise, and may choose others.
     None: nobody asked, or the engine does not record experts, or has lost them.
+    proof: sketches of the states that the tokens were drawn from (`kitae.engines.proof`), but for prior tokens. None:
+    the engine makes none, or has lost them.
     """
 
     id: str
@@ -103,6 +111,7 @@ class Completion:
     versions: Sequence[int]
     finish: FinishReason
     experts: ExpertArray | None = field(default=None, compare=False, repr=False)
+    proof: FloatArray | None = field(default=None, compare=False, repr=False)
 
     @property
     def sampled(self) -> Sampled:
@@ -174,6 +183,39 @@ class Accountable(Protocol):
 
     def sources(self, rollout: str) -> frozenset[str]: ...
     async def refuse(self, source: str, why: str) -> None: ...
+
+
+class AnswerCheck(Protocol):
+    """Judges the answers of engines that are not trusted, before anything uses them.
+
+    `examine`: what is wrong with an answer, or "". served: the version that was served when the request was passed on.
+    `refused`: an engine is out, and why; rollouts: those that it had answered before, like `Accountable.sources` names
+    them. Both may raise, which ends the run. `taken`: metrics since the last call.
+
+    `begin`: judge the answers of an engine from now on. held: the version that the trainer has, and its count of
+    updates at that version. withdraw: gives up rollouts that no step was trained on, by group and sample, and returns
+    how many these were. tell: is called with a sentence for each engine that is out.
+    """
+
+    def begin(
+        self,
+        engine: "Provable",
+        held: Callable[[], tuple[int, int]],
+        withdraw: Callable[[Sequence[tuple[int, int]]], Awaitable[int]],
+        tell: Callable[[str], Awaitable[None]],
+    ) -> None: ...
+    def taken(self) -> dict[str, float]: ...
+    async def examine(self, request: Request, done: Completion, served: int) -> str: ...
+    async def refused(self, engine: str, why: str, rollouts: Sequence[str]) -> None: ...
+
+
+@runtime_checkable
+class Provable(Protocol):
+    """An engine of several, whose answers are checked one by one. withdrawn: rollouts that an engine answered which is
+    out by now; whoever samples one again takes it from here first."""
+
+    check: AnswerCheck | None
+    withdrawn: set[str]
 
 
 class Engine(Protocol):

@@ -21,6 +21,24 @@ class SamplingConfig(Section):
     stop: tuple[str, ...] = Field((), description="Strings that end a response.")
 
 
+class ProofConfig(Section):
+    """Proofs that an engine on a machine that is not trusted computed what it says."""
+
+    share: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="Share of the answers that the trainer computes again when they arrive, as far as it still has the "
+        "weights that sampled them. An engine that fails is out, and what it answered is sampled again. 0: no proofs.",
+    )
+    tolerance: float | None = Field(
+        None,
+        gt=0,
+        description="Largest difference between the states of engine and trainer, as a share of their size; not set: "
+        "as measured for the dtype of the model and what the engine keeps in 8 bits.",
+    )
+
+
 class EngineConfig(Section):
     """The rollout engine: which one, how many, where, and how weights get there."""
 
@@ -45,6 +63,7 @@ class EngineConfig(Section):
         description="Share of the rollouts whose log-probs the trainer computes again, to find an engine that serves "
         "other weights than it says; not set: 0.05 with engine.urls, else 0.",
     )
+    proof: ProofConfig = ProofConfig()
     sync: Literal["full", "delta"] = Field(
         "full", description="What an engine in its own process is sent: all weights, or those that changed."
     )
@@ -116,6 +135,11 @@ class EngineConfig(Section):
             )
         if self.spot_check and self.kind == "native":
             yield f"engine.spot_check must be 0 with engine.kind = 'native', got {self.spot_check:g}: it is the trainer"
+        if self.proof.share and self.kind != "process":
+            yield (
+                f"engine.proof.share needs engine.kind = 'process', got {self.proof.share:g} with {self.kind!r}: "
+                + ("it is the trainer" if self.kind == "native" else "servers of other people send no proofs")
+            )
         yield from self._about_servers() if self.serves else self._without_servers()
 
     def _without_servers(self) -> Iterator[str]:

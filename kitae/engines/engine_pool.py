@@ -16,7 +16,16 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from kitae.engines.base import Capabilities, Completion, Engine, EngineStats, Request, Sampled, WeightUpdate
+from kitae.engines.base import (
+    AnswerCheck,
+    Capabilities,
+    Completion,
+    Engine,
+    EngineStats,
+    Request,
+    Sampled,
+    WeightUpdate,
+)
 from kitae.engines.requests_in_flight import Ending
 from kitae.errors import EngineError, EngineLost, KitaeError, RequestError, WeightsDamaged
 from kitae.workers.pool import Membership, Replacement, WorkerPool
@@ -48,6 +57,9 @@ class EnginePool(WorkerPool[Engine]):
     computed once; those of a session go where its last one went; all others go to the engine with the fewest. A weight
     update goes to all engines at the same time. If it reaches some damaged, those stand still and it must be repeated.
 
+    check: judges each answer, where the engines are not trusted. One that fails is lost with all that it gave: nothing
+    is used that was not judged, so what it reported of a request in flight, or a lost one did, is sampled again.
+
     `busy_seconds` of its stats is the mean of the engines that there were, so it is a share of the time that passed.
     Other counters are sums, also over engines that are gone.
     """
@@ -68,6 +80,9 @@ class EnginePool(WorkerPool[Engine]):
         at_end: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         super().__init__(make, size, patience=patience, replacement=replacement, note=note, at_end=at_end)
+        self.check: AnswerCheck | None = None
+        self._out: set[str] = set()  # names of engines that failed the check
+        self.withdrawn: set[str] = set()  # see `kitae.engines.base.Provable`
         self._answered: OrderedDict[str, frozenset[str]] = OrderedDict()  # names of engines, by rollout
         self._requests: dict[str, _InFlight] = {}
         self._past = EngineStats(version, 0, 0, 0, 0, 0, 0, 0.0)  # of engines that are gone
@@ -168,10 +183,13 @@ class EnginePool(WorkerPool[Engine]):
 
     async def _try(self, flight: _InFlight) -> Completion | None:
         """The completion; None: the request must go on elsewhere."""
+        served = self._past.version
         try:
             with self.use(flight.request.share, flight.request.session) as engine:
                 flight.engine = engine
                 done = await engine.generate(flight.request)
+            if self.check is not None:
+                done = await self._judged(getattr(engine, "name", "an engine"), engine, flight, done, served)
         except EngineLost:
             return None
         except RequestError:
@@ -190,6 +208,32 @@ class EnginePool(WorkerPool[Engine]):
         flight.request = replace(flight.request, prior=done.sampled, prior_experts=experts)
         self.lose(engine, "it gave up what it was sampling")  # unless it was asked to leave
         return None
+
+    async def _judged(self, name: str, engine: Engine, flight: _InFlight, done: Completion, served: int) -> Completion:
+        """The answer if it is in order. Otherwise the engine is out; `EngineLost` where the request must go on
+        elsewhere from what it had."""
+        assert self.check is not None, "a pool judges answers when it has been given a check"
+        request = flight.request
+        if done.finish in ("suspended", "abort") and done.proof is None:  # as its owner has it from reports
+            done = _ended(request, done.finish)
+        why = await self.check.examine(request, done, served)
+        if why and name not in self._out:
+            self._out.add(name)
+            answered = [rollout for rollout, names in self._answered.items() if name in names]
+            self.withdrawn.update(answered)
+            for rollout in answered:
+                del self._answered[rollout]
+            self.lose(engine, why)
+            try:
+                await self.check.refused(name, why, answered)
+            except EngineError as error:  # of the run, not of this engine
+                self._failure = error
+                self._wake()
+        if name not in self._out:
+            return done
+        if flight.ending is not None:
+            return _ended(request, flight.ending)
+        raise EngineLost(f"{name} is out")
 
     def _remember(self, request_id: str, engine: Engine) -> None:
         rollout, name = request_id.rpartition("/")[0], getattr(engine, "name", "")
@@ -230,6 +274,8 @@ class EnginePool(WorkerPool[Engine]):
             for id, flight in self._requests.items()
             if flight.engine is None
         }
+        if self.check is not None:  # reports are not judged
+            return between
         return between | {id: news for engine in self.members for id, news in engine.progress(known).items()}
 
     # Everything else is for all engines.

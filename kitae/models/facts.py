@@ -12,15 +12,17 @@ from kitae.models.policy import Policy
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """`ModelFacts(tokenizer, generation_config, max_context=8192)`; generation: None if the model has none."""
+    """`ModelFacts(tokenizer, generation_config, max_context=8192, vocabulary=49152)`; generation: None if the model has
+    none."""
 
     tokenizer: Any
     generation: Any
     max_context: int
+    vocabulary: int
 
     @classmethod
     def of(cls, policy: Policy) -> "ModelFacts":
-        return cls(policy.tokenizer, policy.base.generation_config, policy.max_context)
+        return cls(policy.tokenizer, policy.base.generation_config, policy.max_context, policy.vocabulary)
 
     @classmethod
     def read(cls, config: ModelConfig) -> "ModelFacts":
@@ -29,4 +31,4 @@ class ModelFacts:
         folder = find_model(config.path)
         assert folder is not None
         text = AutoConfig.from_pretrained(folder, trust_remote_code=config.trust_remote_code).get_text_config()
-        return cls(tokenizer, generation, int(text.max_position_embeddings))
+        return cls(tokenizer, generation, int(text.max_position_embeddings), int(text.vocab_size))

@@ -14,6 +14,7 @@ from time import perf_counter
 
 from kitae.config.root import RLConfig
 from kitae.data.prompt_stream import PromptStream
+from kitae.engines.base import Provable, rollout_of
 from kitae.envs.episode_context import Suspended
 from kitae.envs.rollouts import Episodes
 from kitae.errors import DataError, RequestError
@@ -60,6 +61,7 @@ class Issuing:
         self.cursor, self.issued = journal.issued()
         self.overdue = 0  # slots given up since the last batch
         self.spare = 0  # groups that were asked and not needed since then
+        self.proved: Provable | None = None  # the engine, where its answers are checked
         self.config = config
         self._journal = journal
         self._stream = stream
@@ -253,7 +255,36 @@ class Issuing:
         except Suspended:
             return None
 
+    async def cleaned(self, result: SlotResult) -> SlotResult:
+        """The same without answers of engines that are out: these are sampled again, and the group is judged anew. No
+        other group is asked in its place."""
+        if result.group is None or not self._withdrawn(result.group):
+            return result
+        group = await self._run_group(result.group.id)
+        reason = self._drop_reason(group)
+        return (
+            SlotResult(group, result.dropped)
+            if reason is None
+            else SlotResult(None, (*result.dropped, (group, reason)))
+        )
+
+    def _withdrawn(self, group: Group) -> list[str]:
+        """Rollouts of a group that an engine answered which is out by now."""
+        if self.proved is None or not self.proved.withdrawn:
+            return []
+        known = (*group.rollouts, *([group.greedy] if group.greedy else ()))
+        return [id for r in known if (id := f"{self._episodes.label}/{r.id}") in self.proved.withdrawn]
+
     async def _run_group(self, group_id: int) -> Group:
+        group = await self._sample_group(group_id)
+        while self.proved is not None and (gone := self._withdrawn(group)):
+            self.proved.withdrawn.difference_update(gone)
+            await self._journal.forget_rollouts([rollout_of(id) for id in gone])
+            self._finished -= len(group.rollouts)
+            group = await self._sample_group(group_id)
+        return group
+
+    async def _sample_group(self, group_id: int) -> Group:
         prompt = self._stream.at(group_id)
         size = self.config.training.group_size
         try:

@@ -26,7 +26,7 @@ from typing import Any, Protocol, TypeVar
 from kitae.clock import now
 from kitae.config.root import RLConfig
 from kitae.data.prompt_stream import PromptStream
-from kitae.engines.base import Engine
+from kitae.engines.base import AnswerCheck, Engine, Provable
 from kitae.envs.rollouts import Episodes
 from kitae.errors import Stopped, root_cause
 from kitae.evaluation.held_out import evaluation_due
@@ -114,6 +114,7 @@ class Pipeline:
         observer: Observer,
         frontier: Frontier,
         evaluations: Evaluations,
+        proofs: AnswerCheck | None = None,
     ) -> None:
         t, p = config.training, config.pipeline
         self.config = config
@@ -151,6 +152,12 @@ class Pipeline:
             drop_reason=learner.groups.drop_reason,
             wants_greedy=learner.groups.wants_greedy,
         )
+        self.proofs = proofs
+        self._training: frozenset[int] = frozenset()  # the groups of the step that is trained
+        if proofs is not None:
+            assert isinstance(engine, Provable), "a pool of processes has engines that send proofs"
+            self.issuing.proved = engine
+            proofs.begin(engine, lambda: (self.buffer.version, self._updates), self._withdraw, self._record_refusal)
         if p.overdue == "drop":
             self.buffer.on_overdue = self.issuing.give_up
         # Whether training overlaps with sampling. Where the trainer needs the memory of the cache, they take turns.
@@ -238,12 +245,27 @@ class Pipeline:
             began = now()
             with self.watch.waits("train", "a batch", self._what_is_missing):
                 slots = await self.or_stop(self.buffer.take())
-            work = _StepWork(step, [slot.result for slot in slots if slot.result], waited=now() - began)
+                results = [slot.result for slot in slots if slot.result]
+                if self.proofs is not None:
+                    results = await self.or_stop(self._cleaned(results))
+            work = _StepWork(step, results, waited=now() - began)
             work = replace(work, given_up=self.issuing.taken(work.sampled.rollouts))
             reporting.check_errors(step, work.sampled, self.config.verifier.max_error_share)
             await self._train_step(tasks, laps, work)
         await self._settled()
         await self._evaluated()
+
+    async def _cleaned(self, results: list[SlotResult]) -> list[SlotResult]:
+        """The results of a batch, without answers of engines that are out by now. From here on they are trained on."""
+        before = list[SlotResult]()
+        while list(map(id, results)) != list(map(id, before)):  # another engine may be out meanwhile
+            before, results = results, [await self.issuing.cleaned(each) for each in results]
+        self._training = frozenset(result.group.id for result in results if result.group)
+        return results
+
+    async def _withdraw(self, rollouts: Sequence[tuple[int, int]]) -> int:
+        """Give up rollouts of engines that are out, but for those of the step that is trained. How many that were."""
+        return await self.store.journal.forget_rollouts([r for r in rollouts if r[0] not in self._training])
 
     async def _train_step(self, tasks: asyncio.TaskGroup, laps: reporting.Laps, work: "_StepWork") -> None:
         """One step, from a batch to a new version whose settling has begun."""
@@ -296,10 +318,12 @@ class Pipeline:
             if self.spot_check is not None and work.new:
                 groups, checked = await self.spot_check.examine(step, self.buffer.version, groups)
             learnt = await self.learner.learn(step, groups, rest, self._before_update)
+            if self.proofs is not None:
+                checked = {**checked, **self.proofs.taken()}
             return replace(learnt, numbers={**learnt.numbers, **checked})
 
     async def _record_refusal(self, sentence: str) -> None:
-        """Record that the spot check refused an engine, or a rollout."""
+        """Record that an engine, or a rollout, was refused."""
         self.observer.note(sentence)
         await self.store.journal.add_event("engine refused", sentence)
 

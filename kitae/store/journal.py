@@ -19,7 +19,7 @@ import queue
 import sqlite3
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -250,6 +250,17 @@ class Journal:
         for r in suspended:
             if problem := problem_of(r):
                 yield ("DELETE FROM suspended WHERE group_id = ? AND sample = ?", (group, r.index)), problem
+
+    async def forget_rollouts(self, rollouts: Collection[tuple[int, int]]) -> int:
+        """Give up rollouts, by group and sample, complete or not, where the group has no fate: they are sampled again.
+        How many were complete."""
+        pending = {group for slot in self.pending() for group in slot.groups}
+        found = [where for where in rollouts if where[0] in pending]
+        complete = sum(r.index == sample for group, sample in found for r in self.rollouts(group))
+        tables = ("rollouts", "suspended")
+        deletions = [f"DELETE FROM {table} WHERE group_id = ? AND sample = ?" for table in tables]
+        await self._write([(sql, where) for where in found for sql in deletions])
+        return complete
 
     async def sync(self) -> None:
         """Return when all that was written before is on the disk, and would survive a loss of power."""

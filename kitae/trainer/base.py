@@ -32,6 +32,15 @@ class Column(Enum):
     TEACHER = "logp_teacher"  # log-prob under the teacher
     VALUE = "value"  # the critic's prediction
     EXPERTS = "experts"  # the experts that the policy chooses now
+    PROOF = "proof"  # what an engine's proof is compared with, see `kitae.engines.proof`; several columns
+
+
+def annotated(s: Sample, column: Column, values_N: FloatArray) -> Sample:
+    """The sample with the numbers of its loss tokens as a column, or as columns `proof0`, `proof1`, … if each token has
+    several."""
+    if values_N.ndim == 1:
+        return s.with_columns(**{column.value: s.spread(values_N)})
+    return s.with_columns(**{f"{column.value}{i}": s.spread(each_N) for i, each_N in enumerate(values_N.T)})
 
 
 class OutsideTeacher(Protocol):

@@ -119,7 +119,9 @@ class Pass:
             part = RowPart.of(micro.tokens_T, micro.positions_T, micro.source_N, self._group)
             self.tokens_T, self.positions_T, self.source_N = part.tokens_t, part.positions_t, part.source_n
             self._own_n = part.own_n
-            self.own = replace(micro, source_N=micro.source_N[part.own_n], target_N=micro.target_N[part.own_n])
+            columns = {name: values_N[part.own_n] for name, values_N in micro.columns.items()}
+            source_n, target_n = micro.source_N[part.own_n], micro.target_N[part.own_n]
+            self.own = replace(micro, source_N=source_n, target_N=target_n, columns=columns)
 
     def whole(self, *values: Tensor) -> tuple[Tensor, ...]:
         """The values of all loss tokens of the row, from those that were computed here."""

@@ -11,7 +11,7 @@ import torch
 from kitae.data.packing import with_experts
 from kitae.kernels.openmp import dismiss_team
 from kitae.observe.meter import Kind, Totals
-from kitae.trainer.base import THREADS, Batch, Column, OutsideTeacher
+from kitae.trainer.base import THREADS, Batch, Column, OutsideTeacher, annotated
 from kitae.trainer.forward import pack_rows, split_rows
 from kitae.trainer.training_worker import Worker
 from kitae.types import Sample
@@ -56,25 +56,24 @@ class LocalTrainer:
         own = [column for column in columns if column is not Column.TEACHER]
         computing = self._run(self._compute, lambda: self._annotate(samples, own))
         if self._teacher.takes_turns:
-            annotated, taught = await computing, await self._teacher.score(samples)
+            known, taught = await computing, await self._teacher.score(samples)
         else:
-            annotated, taught = await asyncio.gather(computing, self._teacher.score(samples))
-        pairs = zip(annotated, taught, strict=True)
+            known, taught = await asyncio.gather(computing, self._teacher.score(samples))
+        pairs = zip(known, taught, strict=True)
         return [s.with_columns(**{Column.TEACHER.value: s.spread(logp_N)}) for s, logp_N in pairs]
 
     def _annotate(self, samples: Sequence[Sample], columns: Collection[Column]) -> list[Sample]:
         policy, share = self.worker.policy, not self.worker.policy.plain
         parts, rows = pack_rows(samples, self.worker.training, policy.device, policy.dtype, share_prompts=share)
         found = self.worker.annotate(rows, columns)
-        annotated = {s.key: s for s in samples}
+        found_of = {s.key: s for s in samples}
         for part, experts_TLK in zip(parts, found.pop(Column.EXPERTS, []), strict=False):
             routed = with_experts(part, experts_TLK, share)
-            annotated |= {s.key: s for s in routed}
+            found_of |= {s.key: s for s in routed}
         for column, values in found.items():
             for key, own_N in split_rows(parts, values).items():
-                s = annotated[key]
-                annotated[key] = s.with_columns(**{column.value: s.spread(own_N)})
-        return [annotated[s.key] for s in samples]
+                found_of[key] = annotated(found_of[key], column, own_N)
+        return [found_of[s.key] for s in samples]
 
     async def forward_backward(self, batch: Batch) -> Totals:
         totals = await self._run(self._compute, lambda: self._forward_backward(batch))

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kitae.algorithms.loss import PolicyLoss
 from kitae.algorithms.loss_tokens import TokenBatch
+from kitae.engines import proof
 from kitae.models.logprobs import Head
 from kitae.models.policy import Policy
 from kitae.models.scalar import ScalarModel
@@ -18,7 +19,8 @@ from kitae.trainer.config import LearningConfig
 from kitae.trainer.forward import MicroBatch, Pass, logit_chunk, scalars
 
 OfStates = Callable[[Head, Tensor], Tensor]
-"""Computes one number for each hidden state, from the states and the head that turns them into logits."""
+"""Computes a number for each hidden state, or several (`[C, N]`), from the states and the head that turns them into
+logits."""
 
 Divergence = Callable[[MicroBatch], OfStates]
 """Prepares, for a micro-batch, how far a policy is from a teacher at each loss token."""
@@ -53,7 +55,7 @@ class PolicyScorer:
     def score(
         self, micro: MicroBatch, entropy_grad: bool = False, divergence: Divergence | None = None
     ) -> tuple[Tensor, ...]:
-        """`(logp_N, entropy_N)`, and the divergence as a third if one is given."""
+        """`(logp_N, entropy_N)`, and the divergence as a third if one is given, or each of its numbers."""
         read = Pass(self.policy, micro)
         found: tuple[Tensor, ...] = self.policy(
             read.tokens_T,
@@ -66,10 +68,29 @@ class PolicyScorer:
             entropy_grad=entropy_grad,
             also=None if divergence is None else divergence(read.own),
         )
-        return read.whole(*found)
+        return read.whole(*(row for each in found for row in (each if each.dim() > 1 else [each])))
 
     def outputs(self, micro: MicroBatch) -> Tensor:
         return self.score(micro)[0]
+
+    def recompute(self, micro: MicroBatch) -> Tensor:
+        """What engines' proofs are compared with, `[N, 2 + SKETCH]`: log-prob, how far the draw is off, sketch."""
+
+        def of_states(own: MicroBatch) -> OfStates:
+            return lambda head, hidden_NH: proof.of_states(
+                head, hidden_NH, own.target_N, own.columns[proof.UNIFORM], 1.0 / self._temperature
+            )
+
+        logp_N, _, *rest = self.score(micro, divergence=of_states)
+        return torch.stack((logp_N, *rest), 1)
+
+
+class Recomputed:
+    """A policy as a scorer of proofs."""
+
+    def __init__(self, scorer: PolicyScorer) -> None:
+        self.policy = scorer.policy
+        self.outputs = scorer.recompute
 
 
 class PolicyGradient(PolicyScorer):

@@ -1,6 +1,6 @@
 """A model that learns, on one rank: its objective, gradients and optimizer. The policy is one, and so is the critic."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -121,12 +121,14 @@ def outputs(
     scorer: TokenScorer,
     rows: Sequence[Row],
     around: Callable[[MicroBatch], AbstractContextManager[None]] = lambda micro: nullcontext(),
+    columns: Collection[str] = (),
 ) -> list[FloatArray]:
-    """One number for each loss token of each row, without gradients. around: makes a context for each forward pass."""
+    """The scorer's numbers for the loss tokens of each row, without gradients. around: makes a context for each forward
+    pass. columns: those that the scorer reads."""
     found = []
     with torch.no_grad():
         for row in rows:
-            micro = MicroBatch.of(row, scorer.policy.device, columns=())
+            micro = MicroBatch.of(row, scorer.policy.device, columns)
             with around(micro):
                 found.append(scorer.outputs(micro).float().cpu().numpy())
     return found

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kitae.data.packing import Row
+from kitae.engines.proof import UNIFORM
 from kitae.models.classifier import export_scalar
 from kitae.models.load import export_policy
 from kitae.models.policy import Policy
@@ -21,7 +22,7 @@ from kitae.trainer.base import Column, Conditions, Role
 from kitae.trainer.collective_ops import Alone, Distributed, Ranks
 from kitae.trainer.config import LearningConfig
 from kitae.trainer.model_state import begin_save, load, save
-from kitae.trainer.objectives import TokenScorer
+from kitae.trainer.objectives import PolicyScorer, Recomputed, TokenScorer
 from kitae.trainer.reference_policy import Reference
 from kitae.trainer.trainable_model import TrainableModel, outputs
 
@@ -67,6 +68,10 @@ class Worker:
             if column is Column.REFERENCE:
                 assert self.reference is not None, "there is no reference"
                 found[column] = self.reference.outputs(rows)
+            elif column is Column.PROOF:
+                objective = self.trained[Role.POLICY].objective
+                assert isinstance(objective, PolicyScorer), "a policy makes proofs"
+                found[column] = outputs(Recomputed(objective), rows, columns=(UNIFORM,))
             elif column is Column.TEACHER:
                 assert self.teacher is not None, "there is no teacher"
                 found[column] = outputs(self.teacher, rows)

@@ -17,7 +17,7 @@ def make_runner(
 
     plain: the policy's own modules and torch, without kernels. draft_tokens: of each sequence, see `ModelRunner`.
     """
-    float8 = config.weights_dtype == "float8"
+    float8, proves = config.weights_dtype == "float8", config.proof.share > 0
     for setting, value, rounds in (
         ("cache_dtype", config.cache_dtype, cache.eight_bits),
         ("weights_dtype", config.weights_dtype, float8),
@@ -27,19 +27,22 @@ def make_runner(
     if policy.exact and plain:
         raise EngineError("an exact policy runs on kernels of its own, got a plain engine, which has none")
     if policy.exact and policy.device.type == "cpu":
-        return ModelRunner(policy, cache, draft_tokens=draft_tokens)
+        return ModelRunner(policy, cache, draft_tokens=draft_tokens, proves=proves)
     if not plain and policy.device.type == "cuda" and has_triton():
         from kitae.engines.native.gpu_runner import CudaRunner
 
         return CudaRunner(
-            policy, cache, config.max_batch, merges=config.merge_adapters, float8=float8, draft_tokens=draft_tokens
-        )
+            policy, cache, config.max_batch, merges=config.merge_adapters, float8=float8, draft_tokens=draft_tokens,
+            proves=proves,
+        )  # fmt: skip
     plain = plain or cache.eight_bits  # kernels of a CPU read the model's own dtype
     if not plain and policy.device.type == "cpu" and packed.available(policy.dtype):
-        return CpuRunner(policy, cache, merges=config.merge_adapters, float8=float8, draft_tokens=draft_tokens)
+        return CpuRunner(
+            policy, cache, merges=config.merge_adapters, float8=float8, draft_tokens=draft_tokens, proves=proves
+        )
     if float8:
         raise EngineError(
             "engine.weights_dtype = 'float8' needs kernels of a GPU or of this CPU for what the model and "
             f"engine.cache_dtype = {config.cache_dtype!r} are in, got {policy.device.type} in {policy.dtype}"
         )
-    return ModelRunner(policy, cache, plain=plain, draft_tokens=draft_tokens)
+    return ModelRunner(policy, cache, plain=plain, draft_tokens=draft_tokens, proves=proves)

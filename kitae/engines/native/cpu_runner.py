@@ -38,10 +38,17 @@ _SHORT = 512  # tokens; attention row by row is faster up to about here, in bloc
 
 class CpuRunner(ModelRunner):
     def __init__(
-        self, policy: Policy, cache: KVCache, *, merges: bool = True, float8: bool = False, draft_tokens: int = 0
+        self,
+        policy: Policy,
+        cache: KVCache,
+        *,
+        merges: bool = True,
+        float8: bool = False,
+        draft_tokens: int = 0,
+        proves: bool = False,
     ) -> None:
         """merges: adapters into the packed copies of their weights. float8: these are rounded as 8 bits would be."""
-        super().__init__(policy, cache, draft_tokens=draft_tokens)
+        super().__init__(policy, cache, draft_tokens=draft_tokens, proves=proves)
         self._merges = merges or policy.model is policy.base
         self._float8 = float8
         self.decoder = self._packed()

@@ -24,7 +24,7 @@ from kitae.engines.native.ngram_speculation import DRAFT_TOKENS
 from kitae.engines.native.page_cache import PAGE_SIZE, KVCache, PagePool
 from kitae.engines.native.runner import ModelRunner, Result
 from kitae.engines.native.scheduler import Scheduler
-from kitae.engines.native.sequence import Decoding
+from kitae.engines.native.sequence import Decoding, Sketch
 from kitae.errors import EngineError, RequestError
 from kitae.kernels.allocation import return_freed_memory
 from kitae.kernels.openmp import dismiss_team
@@ -277,16 +277,18 @@ class NativeEngine:
         while len(self._launched) > left:
             step = self._launched.popleft()
             rows = step.sequences if step.width == 1 else [s for s in step.sequences for _ in range(step.width)]
-            for sequence, token, logprob in zip(rows, *step.result(), strict=True):
+            for sequence, token, logprob, sketch in zip(rows, *step.result(), strict=True):
                 if token >= 0 and (step.width == 1 or not self._has_ended(sequence)):
-                    self._append(sequence, token, logprob, step.version)
+                    self._append(sequence, token, logprob, sketch, step.version)
 
     def _has_ended(self, sequence: Decoding) -> bool:
         """Whether a stop string ended the sequence before this token: the device does not know stop strings."""
         return self._sequences.get(sequence.request.id) is not sequence
 
-    def _append(self, sequence: Decoding, token: int, logprob: float, version: int) -> None:
+    def _append(self, sequence: Decoding, token: int, logprob: float, sketch: Sketch, version: int) -> None:
         sequence.tokens.append(token)
+        if sketch:
+            sequence.sketches.append(sketch)
         sequence.logprobs.append(logprob)
         sequence.versions.append(version)
         self.generated += 1

@@ -141,14 +141,21 @@ class GpuDecoder(FusedDecoder):
     def small_batch_logits(
         self, tokens_B: Tensor, positions_B: Tensor, slots_B: Tensor, table: Tensor, lengths_B: Tensor, head: Tensor,
         logits: Tensor, record: RecordExperts | None = None, groups: Groups | None = None,
-    ) -> None:  # fmt: skip
+    ) -> Stream:  # fmt: skip
         """Logits of at most `small_batch_rows` new tokens, over the pages of their sequences.
 
         What `hidden` and a product with the weight of the head compute, in fewer kernels. A table with fewer rows is
-        that of sequences which have several neighbouring ones. groups: of sequences that begin alike.
+        that of sequences which have several neighbouring ones. groups: of sequences that begin alike. Returns the
+        stream after the last layer.
         """
         stream = self._small_batch_stream(tokens_B, positions_B, slots_B, table, lengths_B, record, groups)
         small_batch.normed_product(stream, self.norm.eps, head, out=logits)
+        return stream
+
+    def last_states(self, stream: Stream) -> Tensor:
+        """What `hidden` gives, of the stream that `small_batch_logits` returns, in fp32."""
+        width = stream.rows.shape[1]
+        return stream.gained.float() * torch.rsqrt(stream.squares.sum(1, keepdim=True) / width + self.norm.eps)
 
     def _small_batch_stream(
         self, tokens_B: Tensor, positions_B: Tensor, slots_B: Tensor, table: Tensor, lengths_B: Tensor,

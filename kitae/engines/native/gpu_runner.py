@@ -32,9 +32,10 @@ from kitae.engines.native import sampler
 from kitae.engines.native.gpu_decoder import GpuDecoder
 from kitae.engines.native.page_cache import KVCache
 from kitae.engines.native.paged_attention import ExactAttention, PrefillAttention
-from kitae.engines.native.runner import ModelRunner, Result, accepted, refuse_float8, require_finite
+from kitae.engines.native.runner import Drawn, ModelRunner, Result, accepted, refuse_float8, require_finite
 from kitae.engines.native.scheduler import Admission
 from kitae.engines.native.sequence import Decoding
+from kitae.engines.proof import SKETCH, sketch
 from kitae.kernels.cuda import decoding, paged, shared_prompts, speculation, training
 from kitae.kernels.exact.exact_attention import Reach
 from kitae.kernels.transfer import send
@@ -67,9 +68,10 @@ class CudaRunner(ModelRunner):
         merges: bool = True,
         float8: bool = False,
         draft_tokens: int = 0,
+        proves: bool = False,
     ) -> None:
         """merges: adapters are merged into copies of their weights. float8: weights are kept in 8 bits."""
-        super().__init__(policy, cache, plain=True, draft_tokens=draft_tokens)
+        super().__init__(policy, cache, plain=True, draft_tokens=draft_tokens, proves=proves)
         self._merges, self._float8 = merges, float8
         self.decoder = self._fused()
         rows = bucket(max_batch)
@@ -90,7 +92,8 @@ class CudaRunner(ModelRunner):
         self._steps: dict[tuple[int, int, bool], _Step] = {}  # by sequences, rows of each, and whether they share
         self._pool = torch.cuda.graph_pool_handle()
         self._capturable = True
-        self._results = [torch.empty(2 * many, dtype=torch.int32, pin_memory=True) for _ in range(3)]
+        read = (2 + (SKETCH if proves else 0)) * many
+        self._results = [torch.empty(read, dtype=torch.int32, pin_memory=True) for _ in range(3)]
         self._turn = 0
         self._addresses = self._find_addresses()
 
@@ -137,19 +140,27 @@ class CudaRunner(ModelRunner):
         write = self.writer(context.page_of_T, context.slot_of_T)
         return self.decoder.hidden(tokens_T, positions_T, slots_T, context, write)
 
-    def _sample(self, logits: Tensor, sequences: list[Decoding], later: list[int] | None = None) -> Result:
+    def _sample(
+        self, logits: Tensor, sequences: list[Decoding], hidden: Tensor, later: list[int] | None = None
+    ) -> Result:
         """First tokens: the same kernels as in a step, on rows that are uploaded later."""
-        return self._read(self.draw(logits, self._send(_rows(sequences))), logits, sequences)
+        return self._read(self.draw(logits, hidden, self._send(_rows(sequences))), logits, sequences)
 
-    def draw(self, logits: Tensor, state: Tensor) -> Tensor:
-        """Sample every row and advance the state; in exact mode the log-probs are made as the trainer makes them."""
+    def draw(self, logits: Tensor, hidden: Tensor, state: Tensor) -> Tensor:
+        """Sample every row and advance the state; in exact mode the log-probs are made as the trainer makes them.
+
+        int32 `[2, B]`: tokens, bits of the log-probs; with proofs `[2 + SKETCH, B]`, with the bits of the sketches of
+        the states that the logits are of.
+        """
         out = decoding.sample(logits, state)
         if self.policy.exact:
             inverse = state[:, decoding.INVERSE].to(torch.int32).view(torch.float32)
             inverse = torch.where(inverse == 0, 1.0, inverse).repeat_interleave(len(logits) // len(state))
             logp = training.row_statistics(logits, out[0].long().clamp(min=0), inverse)[0]
             out[1] = logp.view(torch.int32)
-        return out
+        if self.directions is None:
+            return out
+        return torch.cat((out, sketch(hidden, self.directions).t().contiguous().view(torch.int32)))
 
     # Decoding
 
@@ -232,19 +243,20 @@ class CudaRunner(ModelRunner):
 
     def _read(self, out: Tensor, logits: Tensor, sequences: list[Decoding]) -> Result:
         """Start copying a step's output to the host."""
-        batch = out.shape[1]
         self._turn = (self._turn + 1) % len(self._results)
-        host = self._results[self._turn][: 2 * batch].view(2, batch)
+        host = self._results[self._turn][: out.numel()].view(out.shape)
         host.copy_(out, non_blocking=True)
         arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
         arrived.record()
 
-        def result() -> tuple[list[int], list[float]]:
+        def result() -> Drawn:
             arrived.synchronize()
-            tokens, logprobs = host[0, : len(sequences)].numpy(), host[1, : len(sequences)].numpy().view(np.float32)
+            tokens, floats = host[0, : len(sequences)].numpy(), host[1:, : len(sequences)].numpy().view(np.float32)
+            logprobs = floats[0]
             require_finite(bool(np.isfinite(logprobs[tokens >= 0]).all()))
-            drawn = tokens.tolist(), logprobs.tolist()
-            self._sample_filtered(sequences, logits, *drawn)
+            sketches = [()] * len(sequences) if self.directions is None else floats[1:].T.tolist()
+            drawn = tokens.tolist(), logprobs.tolist(), sketches
+            self._sample_filtered(sequences, logits, *drawn[:2])
             return drawn
 
         return result
@@ -334,7 +346,7 @@ class _Step:
         self._out: Tensor | None = None
 
     def run(self, runner: CudaRunner) -> Tensor:
-        """Launch it; int32 `[2, batch · width]`: tokens, bits of the log-probs. The next one overwrites the tensor."""
+        """Launch it; what `CudaRunner.draw` gives for `batch · width` rows. The next one overwrites the tensor."""
         if self._graph is None:
             return self._compute(runner)
         assert self._out is not None
@@ -394,10 +406,11 @@ class _Step:
         plain = not policy.exact and getattr(policy.head, "bias", None) is None
         as_is = plain and policy.transform == HeadTransform()
         if runner.decoder is not None and as_is and rows <= runner.decoder.small_batch_rows:
-            runner.decoder.small_batch_logits(
+            stream = runner.decoder.small_batch_logits(
                 tokens_B, positions_B, slots_B, table, lengths_B, policy.head.weight, logits, write, groups
             )
-            return runner.draw(logits, state)
+            hidden = stream.gained if runner.directions is None else runner.decoder.last_states(stream)
+            return runner.draw(logits, hidden, state)
         if runner.decoder is not None:
             hidden = runner.decoder.hidden(tokens_B, positions_B, slots_B, context, write)
         else:
@@ -408,7 +421,7 @@ class _Step:
             decoding.transform(logits, policy.transform.scale, policy.transform.softcap)
         else:
             logits.copy_(policy.logits(hidden))
-        return runner.draw(logits, state)
+        return runner.draw(logits, hidden, state)
 
 
 class _PagedAttention:

@@ -12,16 +12,19 @@ from kitae.engines.native import sampler
 from kitae.engines.native.page_cache import KVCache
 from kitae.engines.native.paged_attention import DecodeAttention, ExactAttention, PrefillAttention, Stretch
 from kitae.engines.native.scheduler import Admission
-from kitae.engines.native.sequence import Decoding
+from kitae.engines.native.sequence import Decoding, Sketch
+from kitae.engines.proof import directions, sketch
 from kitae.errors import EngineError
 from kitae.kernels.devices import decoding_kernels
 from kitae.kernels.exact.exact_attention import Reach
 from kitae.models.policy import Policy
 from kitae.models.routing import is_router, routers_of, watch_routing
 
-# Waits for tokens and log-probs, one of each for every row. The token is -1 in a row of a sequence that had ended
-# before, and in that of a rejected draft.
-Result = Callable[[], tuple[list[int], list[float]]]
+Drawn = tuple[list[int], list[float], list[Sketch]]
+# Waits for tokens, log-probs and sketches of the states that they were drawn from (empty ones where none are wanted),
+# one of each for every row. The token is -1 in a row of a sequence that had ended before, and in that of a rejected
+# draft.
+Result = Callable[[], Drawn]
 
 
 class ModelRunner:
@@ -32,14 +35,18 @@ class ModelRunner:
     speculative_rows = 8  # most rows of a step with draft tokens: beyond, they cost more than they save
     reread_share = 0.5  # of the bytes of all weights: what rows of draft tokens may read again of keys and values
 
-    def __init__(self, policy: Policy, cache: KVCache, *, plain: bool = False, draft_tokens: int = 0) -> None:
+    def __init__(
+        self, policy: Policy, cache: KVCache, *, plain: bool = False, draft_tokens: int = 0, proves: bool = False
+    ) -> None:
         """plain: no compiled kernels, only torch.
 
-        draft_tokens: of each sequence, where few are decoded; none in a mixture, where each row reads weights.
+        draft_tokens: of each sequence, where few are decoded; none in a mixture, where each row reads weights. proves:
+        results have the sketch of each state.
         """
         self.policy = policy
         self.cache = cache
         self.device = policy.device
+        self.directions = directions(policy.head.weight.shape[1], policy.device) if proves else None
         self.draft_tokens = 0 if any(map(is_router, policy.model.modules())) else draft_tokens
         self._weight_bytes = sum(p.numel() * p.element_size() for p in policy.model.parameters())
         self.kernels = None if plain else decoding_kernels(policy.device, policy.dtype, policy.head_dim)
@@ -60,12 +67,13 @@ class ModelRunner:
                 self.cache.swap_in(s.swapped, s.pages[first : first + s.swapped.pages])
         self.cache.copy_pages([a for a, _ in admission.copies], [b for _, b in admission.copies])
         if not admission.fresh:
-            return lambda: ([], [])
+            return lambda: ([], [], [])
         prefixes = list(dict.fromkeys(s.prefix for s in admission.fresh))
         row_of = {id(prefix): row for row, prefix in enumerate(prefixes)}
-        logits = self._logits(torch.stack([p.hidden for p in prefixes if p and p.hidden is not None]))
+        hidden = torch.stack([p.hidden for p in prefixes if p and p.hidden is not None])
+        logits = self._logits(hidden)
         rows = torch.tensor([row_of[id(s.prefix)] for s in admission.fresh], device=self.device)
-        return self._sample(logits[rows], admission.fresh)
+        return self._sample(logits[rows], admission.fresh, hidden[rows])
 
     def _compute_prompts(self, admission: Admission) -> None:
         page_size = self.cache.page_size
@@ -130,7 +138,7 @@ class ModelRunner:
         lengths_B = torch.from_numpy(lengths).to(self.device)
         tokens_B = torch.tensor([token for text in texts for token in text], device=self.device)
         hidden = self._decode_states(tokens_B, lengths_B, torch.from_numpy(table).to(self.device))
-        drawn = self._sample(self._logits(hidden), [s for s, _ in rows], [i for _, i in rows])
+        drawn = self._sample(self._logits(hidden), [s for s, _ in rows], hidden, [i for _, i in rows])
         return drawn if width == 1 else lambda: accepted(texts, width, *drawn())
 
     def _decode_states(self, tokens_B: Tensor, lengths_B: Tensor, table: Tensor) -> Tensor:
@@ -164,7 +172,9 @@ class ModelRunner:
     def _logits(self, hidden_BH: Tensor) -> Tensor:
         return self.policy.logits(hidden_BH)
 
-    def _sample(self, logits: Tensor, sequences: list[Decoding], later: list[int] | None = None) -> Result:
+    def _sample(
+        self, logits: Tensor, sequences: list[Decoding], hidden: Tensor, later: list[int] | None = None
+    ) -> Result:
         """later: for each row, how many tokens it is ahead of its sequence."""
         places = [len(s.tokens) + i for s, i in zip(sequences, later or [0] * len(sequences), strict=True)]
         uniform = sampler.uniforms([s.seed for s in sequences], places)
@@ -172,26 +182,28 @@ class ModelRunner:
         draw = sampler.sample_exact if self.policy.exact else sampler.sample
         tokens, logprobs = draw(logits, params, uniform, kernels=self.kernels)
         require_finite(bool(torch.isfinite(logprobs).all()))
-        done = tokens.tolist(), logprobs.tolist()
+        sketches = [()] * len(sequences) if self.directions is None else sketch(hidden, self.directions).tolist()
+        done = tokens.tolist(), logprobs.tolist(), sketches
         return lambda: done
 
 
 def accepted(
-    texts: list[list[int]], width: int, drawn: list[int], logprobs: list[float]
-) -> tuple[list[int], list[float]]:
+    texts: list[list[int]], width: int, drawn: list[int], logprobs: list[float], sketches: list[Sketch]
+) -> Drawn:
     """The draws of `width` rows for each text, of which the first token is known and the others are drafts.
 
     What is drawn after a rejected draft is no token: it becomes -1.
     """
-    tokens, kept, row = [], [], 0
+    tokens, kept, shown, row = list[int](), list[float](), list[Sketch](), 0
     for text in texts:
         right = 1
         while right < len(text) and drawn[row + right - 1] == text[right]:
             right += 1
         tokens += [*drawn[row : row + right], *[-1] * (width - right)]
         kept += [*logprobs[row : row + right], *[0.0] * (width - right)]
+        shown += [*sketches[row : row + right], *[()] * (width - right)]
         row += len(text)
-    return tokens, kept
+    return tokens, kept, shown
 
 
 def refuse_float8(policy: Policy, decoder: str) -> NoReturn:

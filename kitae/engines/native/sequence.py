@@ -1,15 +1,17 @@
 """State of one request in the engine, and of a prompt that several requests share."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 from torch import Tensor
 
 from kitae.engines.base import Completion, Request, Sampled
 from kitae.engines.native.ngram_speculation import NgramDrafts
-from kitae.types import ExpertArray, FinishReason
+from kitae.types import ExpertArray, FinishReason, FloatArray
 
 PrefixKey = tuple[str, tuple[int, ...]]
+Sketch = Sequence[float]
 
 
 @dataclass(slots=True, eq=False)
@@ -52,7 +54,8 @@ class Decoding:
 
     swapped: the sequence's own pages while it is preempted, if the host had room for them. experts: those of positions
     from `request.experts_from` on, as they were chosen before the pages were given back; a second computation rounds
-    otherwise, and may choose others. drafts: the text from which the host drafts tokens, once it has been asked to.
+    otherwise, and may choose others. sketches: of the states that its own tokens were drawn from, where proofs are
+    wanted. drafts: the text from which the host drafts tokens, once it has been asked to.
     """
 
     request: Request
@@ -66,6 +69,7 @@ class Decoding:
     prefix: Prefix | None = None
     swapped: SwappedPages | None = None
     experts: ExpertArray | None = None
+    sketches: list[Sketch] = field(default_factory=list)
     drafts: NgramDrafts | None = None
 
     @property
@@ -107,4 +111,5 @@ class Decoding:
 
     def completion(self, finish: FinishReason) -> Completion:
         sampled = tuple(self.tokens), tuple(self.logprobs), tuple(self.versions)
-        return Completion(self.request.id, *sampled, finish, self.experts)
+        proof: FloatArray | None = np.array(self.sketches, np.float32) if self.sketches else None
+        return Completion(self.request.id, *sampled, finish, self.experts, proof)

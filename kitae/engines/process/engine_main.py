@@ -149,7 +149,8 @@ class EngineWorker(Served):
             del self._flights[request.id]
             self._reported.pop(flight, None)
         header, arrays = engine_frames.sampled_to_wire(sampled, done.experts)
-        return {"finish": done.finish, **header}, arrays
+        proof = {} if done.proof is None else {"proof": done.proof}
+        return {"finish": done.finish, **header}, {**arrays, **proof}
 
     async def _pause(self, frame: Frame) -> Reply:
         self._paused = True

@@ -186,7 +186,13 @@ class ProcessEngine:
                 raise EngineError(str(error)) from None
         sampled, experts = engine_frames.sampled_of(done), engine_frames.experts_of(done)
         return Completion(
-            request.id, sampled.tokens, sampled.logprobs, sampled.versions, done.header["finish"], experts
+            request.id,
+            sampled.tokens,
+            sampled.logprobs,
+            sampled.versions,
+            done.header["finish"],
+            experts,
+            done.arrays.get("proof"),
         )
 
     def _on_event(self, frame: Frame) -> None:

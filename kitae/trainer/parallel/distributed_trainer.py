@@ -20,7 +20,7 @@ from kitae.config.root import Root
 from kitae.data.packing import pack
 from kitae.errors import KitaeError, TrainerError, TrainerLost, WorkerLost, root_cause
 from kitae.observe.meter import Totals
-from kitae.trainer.base import Batch, Column, OutsideTeacher
+from kitae.trainer.base import Batch, Column, OutsideTeacher, annotated
 from kitae.trainer.forward import split_rows, token_budget
 from kitae.trainer.parallel.rank_frames import totals_of_wire
 from kitae.trainer.sample_wire import samples_to_wire
@@ -119,8 +119,8 @@ class RankedTrainer:
         own = [column for column in columns if column is not Column.TEACHER]
         if self._teacher is None or len(own) == len(columns):
             return await self._annotate(samples, own)
-        annotated, taught = await asyncio.gather(self._annotate(samples, own), self._teacher.score(samples))
-        pairs = zip(annotated, taught, strict=True)
+        known, taught = await asyncio.gather(self._annotate(samples, own), self._teacher.score(samples))
+        pairs = zip(known, taught, strict=True)
         return [s.with_columns(**{Column.TEACHER.value: s.spread(logp_N)}) for s, logp_N in pairs]
 
     async def _annotate(self, samples: Sequence[Sample], columns: Sequence[Column]) -> list[Sample]:
@@ -128,13 +128,12 @@ class RankedTrainer:
             return list(samples)
         rows = self._pack(samples)
         found = await self._on_rows("annotate", rows, wanted=[column.name for column in columns])
-        annotated = {s.key: s for s in samples}
+        found_of = {s.key: s for s in samples}
         for column in columns:
             values = [found[n % self._data].arrays[f"{n // self._data}:{column.name}"] for n in range(len(rows))]
             for key, own_N in split_rows(rows, values).items():
-                s = annotated[key]
-                annotated[key] = s.with_columns(**{column.value: s.spread(own_N)})
-        return [annotated[s.key] for s in samples]
+                found_of[key] = annotated(found_of[key], column, own_N)
+        return [found_of[s.key] for s in samples]
 
     async def forward_backward(self, batch: Batch) -> Totals:
         given = {"conditions": asdict(batch.conditions), "roles": [role.name for role in batch.roles]}

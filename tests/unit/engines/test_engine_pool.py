@@ -177,3 +177,96 @@ def test_what_is_no_pool_is_refused() -> None:
         EnginePool.of([Odd(), Odd(shares_weights=False)])
     with pytest.raises(EngineError, match=r"must serve version 3, got \[3, 5\]"):
         asyncio.run(EnginePool.of([Odd(), Odd(version=5)]).update_weights(WeightUpdate(3)))
+
+
+class Judge:
+    """Finds fault with what engines of some names answer, and waits a second over it."""
+
+    def __init__(self, *liars: str) -> None:
+        self.liars = liars
+        self.engine_of: dict[str, str] = {}
+        self.examined: list[tuple[str, int, int]] = []
+        self.out: list[tuple[str, str, list[str]]] = []
+        self.failure: EngineError | None = None
+
+    async def examine(self, request: Request, done: Any, served: int) -> str:
+        await asyncio.sleep(1)
+        self.examined.append((request.id, len(done.tokens), served))
+        new = len(done.tokens) > len(request.prior.tokens)
+        return "it lies" if new and self.engine_of[request.id] in self.liars else ""
+
+    async def refused(self, engine: str, why: str, rollouts: Any) -> None:
+        self.out.append((engine, why, sorted(rollouts)))
+        if self.failure is not None:
+            raise self.failure
+
+
+class Named(FakeEngine):
+    def __init__(self, name: str, judge: Judge, pace: Pace) -> None:
+        super().__init__(lambda r: (7,) * 100, pace)
+        self.name, self.judge = name, judge
+
+    async def generate(self, request: Request) -> Any:
+        self.judge.engine_of[request.id] = self.name
+        return await super().generate(request)
+
+
+def judged(judge: Judge, *names: str) -> EnginePool:
+    engine = EnginePool.of([Named(name, judge, Pace(step=1.0)) for name in names])
+    engine.check = judge  # type: ignore[assignment]
+    return engine
+
+
+def test_an_engine_that_fails_the_check_is_out_with_all_that_it_gave() -> None:
+    async def body() -> None:
+        judge = Judge()
+        engine = judged(judge, "honest", "liar")
+        await asyncio.gather(*(engine.generate(request(f"train/{i}/0/0")) for i in range(4)))
+        assert not judge.out and not engine.withdrawn
+        before = [id.rpartition("/")[0] for id, name in judge.engine_of.items() if name == "liar"]
+        judge.liars = ("liar",)
+        judge.engine_of.clear()
+        tasks = [asyncio.create_task(engine.generate(request(f"train/{i}/1/0", tokens=8 + i))) for i in range(4)]
+        await asyncio.sleep(6)
+        assert engine.progress({}) == {}, "reports are not judged"
+        found = await asyncio.gather(*tasks)
+        assert [len(done.tokens) for done in found] == [8, 9, 10, 11]
+        assert set(judge.engine_of.values()) == {"honest"}, "each of them is answered by the other in the end"
+        assert judge.out == [("liar", "it lies", sorted(before))], "once, though two of its answers were wrong"
+        assert engine.withdrawn == set(before) and engine.sources(before[0]) == frozenset()
+        assert [e.name for e in engine.members] == ["honest"]  # type: ignore[attr-defined]
+
+    virtual(body)
+
+
+def test_what_an_engine_gave_up_without_a_proof_is_not_continued() -> None:
+    async def body() -> None:
+        judge = Judge()
+        engine = judged(judge, "a", "b")
+        task = asyncio.create_task(engine.generate(request("train/0/0/0", tokens=20)))
+        await asyncio.sleep(5.5)
+        first = next(e for e in engine.members if e.stats().running)
+        leaving = asyncio.create_task(engine.leave(first))
+        done = await task
+        await leaving
+        assert len(done.tokens) == 20
+        assert ("train/0/0/0", 0, 0) in judge.examined, "what it had was dropped before it was judged"
+        task = asyncio.create_task(engine.generate(request("train/0/1/0", tokens=20)))
+        await asyncio.sleep(5.5)
+        await engine.suspend()
+        assert (await task).tokens == () and (await task).finish == "suspended"
+
+    virtual(body)
+
+
+def test_a_check_may_end_the_run() -> None:
+    async def body() -> None:
+        judge = Judge("a", "b")
+        judge.failure = EngineError("all of them lie")
+        engine = judged(judge, "a", "b")
+        with pytest.raises(EngineError, match="all of them lie"):
+            await engine.generate(request("train/0/0/0"))
+        with pytest.raises(EngineError, match="all of them lie"):
+            await engine.generate(request("train/0/1/0"))
+
+    virtual(body)

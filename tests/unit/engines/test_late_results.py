@@ -13,7 +13,7 @@ from kitae.engines.native import engine
 from kitae.engines.native.page_cache import KVCache
 from kitae.engines.native.runner import ModelRunner, Result
 from kitae.engines.native.scheduler import Admission
-from kitae.engines.native.sequence import Decoding
+from kitae.engines.native.sequence import Decoding, Sketch
 from kitae.models.policy import Policy
 
 sys.path.append(str(Path(__file__).parent))
@@ -50,21 +50,21 @@ class LateRunner(ModelRunner):
         self.rows = mine
         self.ended &= mine.keys()
         active = [s for s in running if id(s) not in self.ended]
-        nothing = (-1, 0.0)
+        nothing: tuple[int, float, Sketch] = (-1, 0.0, ())
         drawn = {id(s): [nothing] * width for s in running}
         if active:
             all_drawn = list(zip(*super().decode([mine[id(s)][1] for s in active], width)(), strict=True))
             for i, s in enumerate(active):
                 own = mine[id(s)][1]
-                for j, (token, logprob) in enumerate(all_drawn[i * width : (i + 1) * width]):
+                for j, (token, logprob, sketch) in enumerate(all_drawn[i * width : (i + 1) * width]):
                     if token < 0 or id(s) in self.ended:
                         break
                     own.tokens.append(token)
-                    drawn[id(s)][j] = token, logprob
+                    drawn[id(s)][j] = token, logprob, sketch
                     if token in s.request.sampling.stop_tokens or len(own.tokens) >= s.limit:
                         self.ended.add(id(s))
         out = [row for s in running for row in drawn[id(s)]]
-        return lambda: ([token for token, _ in out], [logprob for _, logprob in out])
+        return lambda: ([row[0] for row in out], [row[1] for row in out], [row[2] for row in out])
 
 
 @pytest.fixture(autouse=True)
