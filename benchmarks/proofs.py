@@ -61,8 +61,9 @@ class Bench:
                           "bfloat16": tolerance_of(torch.bfloat16, eight_bits=False),
                           "8 bits": tolerance_of(torch.float32, eight_bits=True)}.get(a.judge, usual)  # fmt: skip
 
-    def load(self, dtype: str) -> Policy:
-        return load_policy(ModelConfig.model_validate({"path": self.path, "device": self.a.device, "dtype": dtype}))
+    def load(self, dtype: str, *, plain: bool = False) -> Policy:
+        given = {"path": self.path, "device": self.a.device, "dtype": dtype, "plain": plain}
+        return load_policy(ModelConfig.model_validate(given))
 
     def checked(self, policy: Policy) -> tuple[LocalTrainer, ProofCheck]:
         settings = {"max_tokens": self.a.tokens, "temperature": 1.0}
@@ -90,7 +91,9 @@ class Bench:
 
     async def answers(self, policy: Policy, requests: list[Request] | None = None, **settings: Any) -> list[Pair]:
         """What an engine answers; the requests are those that it was given."""
-        config = EngineConfig(kind="process", memory_gb=self.a.memory_gb, proof=ProofConfig(share=1.0), **settings)
+        config = EngineConfig(
+            kind="process", memory_gb=self.a.memory_gb, max_batch=self.a.batch, proof=ProofConfig(share=1.0), **settings
+        )
         engine = NativeEngine(policy, config, 0)
         asked = requests or self.requests
         done = await asyncio.gather(*map(engine.generate, asked))
@@ -174,6 +177,10 @@ async def rates(b: Bench) -> None:
     def claimed(kind: str, claims: list[Completion]) -> Any:
         return b.judge(kind, list(zip(b.requests, claims, strict=True)), found=found)
 
+    trainer, check = b.checked(b.load(a.dtype, plain=True))
+    plain = await b.found(honest, check)
+    await b.judge("honest: the trainer in plain torch", honest, honest=True, found=plain)
+    await trainer.close()
     done = [d for _, d in honest]
     turned = [done[(n + GROUP) % len(done)] for n in range(len(done))]
     await claimed("replayed: the proof of an answer to another prompt", [

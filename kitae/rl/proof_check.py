@@ -196,7 +196,8 @@ class ProofCheck:
 
     def _as_in_training(self, request: Request) -> bool:
         """Whether its tokens are drawn from the distribution that the trainer computes."""
-        return request.sampling.temperature == self._temperature and not sampler.is_filtered(request.sampling)
+        sampling = request.sampling
+        return not sampler.is_filtered(sampling) and sampling.temperature == self._temperature
 
     def _sample(self, request: Request, tokens: IntArray, own_N: BoolArray) -> Sample:
         tokens_T = np.concatenate((np.asarray(request.prompt_tokens, np.int64), tokens))
@@ -234,4 +235,4 @@ class ProofCheck:
         self._sessions[session] = before if (versions_N == before).all() else _MIXED
         if len(self._sessions) > _MOST_SESSIONS:
             self._sessions.popitem(last=False)
-        return before != versions_N[0]
+        return bool(before != versions_N[0])

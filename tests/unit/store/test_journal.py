@@ -741,3 +741,18 @@ journal.close()
     assert len(journal.events()) == written
     asyncio.run(journal.add_event("space again"))
     journal.close()
+
+
+def test_rollouts_of_groups_without_a_fate_are_forgotten(journal: Journal) -> None:
+    async def write() -> int:
+        for group in (0, 1):
+            await journal.add_prompt(group, prompt(group), 0, group)
+            for sample in (0, 1):
+                await journal.add_rollout(rollout(group, sample))
+        await journal.suspend(replace(rollout(1, 2), status="suspended", finish="suspended", score=None))
+        await journal.add_fates(1, [0], [])
+        return await journal.forget_rollouts([(0, 0), (1, 1), (1, 2), (1, 7)])
+
+    assert asyncio.run(write()) == 1
+    assert [r.index for r in journal.rollouts(0)] == [0, 1], "it was trained on"
+    assert [r.index for r in journal.rollouts(1)] == [0] and journal.suspended(1) == []
