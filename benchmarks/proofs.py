@@ -56,10 +56,10 @@ class Bench:
         self.trainer, self.check = self.checked(self.policy)
         self.requests = self.asked()
         self.rows: list[dict[str, Any]] = []
-        usual = tolerance_of(self.policy.dtype, eight_bits=False)
-        self.tolerance = {"float32": tolerance_of(torch.float32, eight_bits=False),
-                          "bfloat16": tolerance_of(torch.bfloat16, eight_bits=False),
-                          "8 bits": tolerance_of(torch.float32, eight_bits=True)}.get(a.judge, usual)  # fmt: skip
+        usual = tolerance_of(self.policy.dtype)
+        self.tolerance = {"float32": tolerance_of(torch.float32),
+                          "bfloat16": tolerance_of(torch.bfloat16),
+                          "8 bits": tolerance_of(torch.float32, ["weights_dtype"])}.get(a.judge, usual)  # fmt: skip
 
     def load(self, dtype: str, *, plain: bool = False) -> Policy:
         given = {"path": self.path, "device": self.a.device, "dtype": dtype, "plain": plain}
@@ -72,7 +72,7 @@ class Bench:
         learner: Any = SimpleNamespace(trainer=trainer, updates=0)
         check = ProofCheck(
             learner, ModelFacts.of(policy), Chat(policy.tokenizer, None), share=1.0, temperature=1.0, recompute=False,
-            tolerance=tolerance_of(policy.dtype, eight_bits=False),
+            tolerance=tolerance_of(policy.dtype),
         )  # fmt: skip
         return trainer, check
 
@@ -169,7 +169,7 @@ def shortened(policy: Policy) -> Policy:
 
 async def rates(b: Bench) -> None:
     a, rng = b.a, np.random.default_rng(b.a.seed)
-    eight = tolerance_of(b.policy.dtype, eight_bits=True)
+    eight = tolerance_of(b.policy.dtype, ["weights_dtype"])
     honest = await b.answers(b.policy)
     found = await b.found(honest)
     await b.judge(f"honest: {a.dtype} engine, {a.dtype} trainer", honest, honest=True, found=found)
@@ -225,7 +225,8 @@ async def rates(b: Bench) -> None:
         if b.policy.device.type == "cuda":
             low = await b.answers(b.load(a.dtype), cache_dtype="int8")
             await b.judge(f"precision: cache in 8 bits, for {a.dtype}", low)
-            await b.judge("honest: cache in 8 bits, as configured", low, honest=True, tolerance=eight)
+            cache = tolerance_of(b.policy.dtype, ["cache_dtype"])
+            await b.judge("honest: cache in 8 bits, as configured", low, honest=True, tolerance=cache)
     if a.dtype == "float32" and a.bfloat16:
         half = await b.answers(b.load("bfloat16"))
         await b.judge("precision: bfloat16 engine, float32 trainer", half)

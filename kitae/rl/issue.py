@@ -260,7 +260,7 @@ class Issuing:
         other group is asked in its place."""
         if result.group is None or not self._withdrawn(result.group):
             return result
-        group = await self._run_group(result.group.id)
+        group = await self._without_withdrawn(result.group)
         reason = self._drop_reason(group)
         return (
             SlotResult(group, result.dropped)
@@ -276,12 +276,14 @@ class Issuing:
         return [id for r in known if (id := f"{self._episodes.label}/{r.id}") in self.proved.withdrawn]
 
     async def _run_group(self, group_id: int) -> Group:
-        group = await self._sample_group(group_id)
+        return await self._without_withdrawn(await self._sample_group(group_id))
+
+    async def _without_withdrawn(self, group: Group) -> Group:
         while self.proved is not None and (gone := self._withdrawn(group)):
             self.proved.withdrawn.difference_update(gone)
             await self._journal.forget_rollouts([rollout_of(id) for id in gone])
             self._finished -= len(group.rollouts)
-            group = await self._sample_group(group_id)
+            group = await self._sample_group(group.id)
         return group
 
     async def _sample_group(self, group_id: int) -> Group:

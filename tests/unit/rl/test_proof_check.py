@@ -58,7 +58,7 @@ class Bench:
     def check(self, trainer: Any) -> ProofCheck:
         self.learner: Any = SimpleNamespace(trainer=trainer, updates=self.updates)
         facts = ModelFacts.of(self.policy)
-        tolerance = self.tolerance or tolerance_of(facts.dtype, eight_bits=False)
+        tolerance = self.tolerance or tolerance_of(facts.dtype)
         check = ProofCheck(
             self.learner, facts, Chat(facts.tokenizer, None), share=self.share, tolerance=tolerance, temperature=1.0,
             recompute=self.recompute,
@@ -195,7 +195,7 @@ def test_other_weights_and_another_prompt(tiny_policy: Any) -> None:
     assert "states" in Bench(policy).judge((ASKED, answer(policy, swapped)))[0]
     rounded = answer(policy, weights_dtype="float8")
     assert "states" in Bench(policy).judge((ASKED, rounded))[0]
-    assert Bench(policy, tolerance=tolerance_of(torch.float32, eight_bits=True)).judge((ASKED, rounded)) == [""]
+    assert Bench(policy, tolerance=tolerance_of(torch.float32, ["weights_dtype"])).judge((ASKED, rounded)) == [""]
 
 
 def test_weights_that_have_moved_on(tiny_policy: Any) -> None:
