@@ -198,7 +198,7 @@ def test_true_is_no_number_in_so_many_words() -> None:
         (with_(engine={"count": 2}), "engine.count must be 1 with engine.kind = 'native', got 2"),
         (with_(engine={"urls": ["http://a:1"]}), "engine.urls needs engine.kind = 'vllm' or 'sglang', got ('http://a:1"),
         (with_(engine={"spot_check": 0.1}), "engine.spot_check must be 0 with engine.kind = 'native', got 0.1"),
-        (with_(engine={"proof": {"share": 1}}), "engine.proof.share needs engine.kind = 'process', got 1 with 'native'"),
+        (with_(engine={"proof": {"share": 1}}), "engine.proof.share needs engine.kind = 'process', got 1 with"),
         (with_(engine=HERE | {"proof": {"share": 0.1}}), "servers of other people send no proofs"),
         (with_(engine={"proof": {"share": 1.5}}), "less than or equal to 1"),
         (with_(engine={"kind": "vllm"}), "needs either engine.server, to start servers, or engine.urls"),
