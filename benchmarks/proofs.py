@@ -26,7 +26,6 @@ import numpy as np
 import torch
 
 from kitae.algorithms.config import AlgorithmConfig
-from kitae.data.chat import Chat
 from kitae.engines.base import Completion, Request, SamplingParams
 from kitae.engines.config import EngineConfig, ProofConfig
 from kitae.engines.native.engine import NativeEngine
@@ -71,7 +70,7 @@ class Bench:
         trainer = LocalTrainer(reinforced(policy, TrainingConfig(), algorithm, **settings))
         learner: Any = SimpleNamespace(trainer=trainer, updates=0)
         check = ProofCheck(
-            learner, ModelFacts.of(policy), Chat(policy.tokenizer, None), share=1.0, temperature=1.0, recompute=False,
+            learner, ModelFacts.of(policy), share=1.0, temperature=1.0, recompute=False,
             tolerance=tolerance_of(policy.dtype),
         )  # fmt: skip
         return trainer, check

@@ -65,7 +65,6 @@ class ProofCheck:
         self,
         learner: Learner,
         facts: ModelFacts,
-        chat: Chat,
         *,
         share: float,
         tolerance: Tolerance,
@@ -74,7 +73,7 @@ class ProofCheck:
     ) -> None:
         self._learner = learner
         self._facts = facts
-        self._chat = chat
+        self._chat = Chat(facts.tokenizer, facts.generation)
         self._share = share
         self._tolerance = tolerance
         self._temperature = temperature
@@ -87,16 +86,15 @@ class ProofCheck:
         self._numbers = dict.fromkeys(_NUMBERS, 0.0)
 
     @classmethod
-    def of(cls, config: RLConfig, learner: Learner, facts: ModelFacts, chat: Chat) -> Self | None:
+    def of(cls, config: RLConfig, learner: Learner, facts: ModelFacts) -> Self | None:
         """By the settings; None: no proofs are wanted."""
         proof = config.engine.proof
         if not proof.share:
             return None
-        tolerance = tolerance_of(facts.dtype, config.engine.rounding)
+        tolerance = tolerance_of(learner.trainer.dtype, config.engine.rounding)
         return cls(
             learner,
             facts,
-            chat,
             share=proof.share,
             tolerance=tolerance if proof.tolerance is None else replace(tolerance, state=proof.tolerance),
             temperature=config.sampling.temperature,

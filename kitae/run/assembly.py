@@ -19,6 +19,7 @@ from kitae.models.policy import Policy
 from kitae.observe.observer import Observer
 from kitae.offline.base import Method
 from kitae.rl.elastic import resized
+from kitae.rl.proof_check import ProofCheck
 from kitae.rl.weight_sync import WeightSync
 from kitae.store.columns import FOLDER
 from kitae.trainer.base import Trainer
@@ -44,10 +45,11 @@ class Learning:
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """What samples, and how it gets new weights: `Serving(NativeEngine(…), weights)`."""
+    """What samples, how it gets new weights, and who judges its answers: `Serving(NativeEngine(…), weights)`."""
 
     engine: Engine
     weights: WeightSync
+    proofs: ProofCheck | None = None
 
 
 async def start_learning(
@@ -91,7 +93,7 @@ async def start_serving(
     await trainer.use_threads(torch.get_num_threads())  # an engine may have got some of the cores
     recompute = config.pipeline.in_flight == "recompute"
     weights = WeightSync(trainer, engine, recompute=recompute, tolerance=probe_tolerance(trainer.dtype))
-    return Serving(engine, weights)
+    return Serving(engine, weights, ProofCheck.of(config, learning.learner, learning.facts))
 
 
 async def serve_first_version(

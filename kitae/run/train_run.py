@@ -26,7 +26,6 @@ from kitae.offline.loop import OfflineLoop
 from kitae.offline.methods import make_method
 from kitae.rl.evaluations import RunEvaluations
 from kitae.rl.loops import Pipeline
-from kitae.rl.proof_check import ProofCheck
 from kitae.run.assembly import serve_first_version, start_learning, start_offline_trainer, start_serving
 from kitae.run.interrupts import Interrupts
 from kitae.run.plan import OfflinePlan, RLPlan, make_plan
@@ -205,7 +204,7 @@ async def _start_rl(start: _Start, plan: RLPlan) -> tuple[Loop, Trainer]:
     )
     pipeline = Pipeline(
         config, store, plan.prompts, episodes, engine, learning.learner, serving.weights, observer, point.frontier,
-        evaluations, ProofCheck.of(config, learning.learner, learning.facts, episodes.chat),
+        evaluations, serving.proofs,
     )  # fmt: skip
     await serve_first_version(stack, serving, step, store.folder, observer.note)
     return pipeline, learning.trainer

@@ -11,7 +11,6 @@ import pytest
 import torch
 from short_settings import algorithm_of
 
-from kitae.data.chat import Chat
 from kitae.engines.base import Completion, Request, Sampled, SamplingParams
 from kitae.engines.config import EngineConfig, ProofConfig
 from kitae.engines.native.engine import NativeEngine
@@ -58,9 +57,9 @@ class Bench:
     def check(self, trainer: Any) -> ProofCheck:
         self.learner: Any = SimpleNamespace(trainer=trainer, updates=self.updates)
         facts = ModelFacts.of(self.policy)
-        tolerance = self.tolerance or tolerance_of(facts.dtype)
+        tolerance = self.tolerance or tolerance_of(self.policy.dtype)
         check = ProofCheck(
-            self.learner, facts, Chat(facts.tokenizer, None), share=self.share, tolerance=tolerance, temperature=1.0,
+            self.learner, facts, share=self.share, tolerance=tolerance, temperature=1.0,
             recompute=self.recompute,
         )  # fmt: skip
 
