@@ -192,7 +192,6 @@ def test_no_text_of_the_program_runs_beside_the_tests(name: str) -> None:
     source, test, honest = TEXTS[name]
     score = judge(source, test, setup=WANT)
     assert score.value != 1, score
-    assert honest or score.outcome in ("error", "scored")
     if honest:
         assert score.outcome == "scored", score.detail
         score = judge(honest, test, setup=WANT)
@@ -265,6 +264,78 @@ def test_what_is_raised_in_a_hook_of_unittest_is_wrong(hook: str, raised: str) -
 def test_tests_at_fault_are_an_error(test: str, says: str) -> None:
     score = judge("def f(x): return 7 * x", test)
     assert score.outcome == "error" and says in score.detail
+
+
+OBLIGING = "class Solution:\n    def __sub__(s, o): return s\n    def __abs__(s): return 0\n    days = 0\n    def f(s, x): return s\n    def g(s, x): return [s]\n    @property\n    def p(s): return s\n    def __iter__(s): return s\n    def __next__(s): return s\n    def __contains__(s, x): return True\n    def __copy__(s): return s\nf = Solution().f"
+
+
+@pytest.mark.parametrize(
+    "answer",
+    ["f(3)", "Solution().f(3)", "Solution().g(3)[0]", "Solution().p", "next(iter(Solution()))", "[*Solution().g(3)][0]"],
+)  # fmt: skip
+def test_what_a_function_answers_takes_no_operand(answer: str) -> None:
+    """Not even where it is the very object that the tests have made."""
+    tests = [
+        "s = Solution()",
+        f"s = {answer}\nassert abs(s - 9417) < 1",
+        f"assert ({answer} - 9417).days == 0",
+        f"assert 9417 in {answer}",
+    ]
+    assert judge(OBLIGING, *tests, reward="rate").components["pass_rate"] == 0.25
+    remembering = "seen = []\nclass R:\n    def __rsub__(s, o): seen.append(o)\n    __sub__ = __radd__ = __eq__ = __contains__ = __rsub__\ndef f(x): return seen[0] if seen else R()"
+    told = [f"assert abs({line}) < 1" for line in ("f(3) - 9417", "9417 - f(3)", "9417 + f(3)")]
+    assert judge(remembering, *told, "assert 9417 in f(3)", "assert f(3) == 9417", reward="rate").value == 0
+
+
+def test_objects_of_classes_under_test_take_operands() -> None:
+    source = "class Mod:\n    def __init__(s, v): s.v = v % 7\n    def __add__(s, o): return Mod(s.v + (o.v if isinstance(o, Mod) else o))\n    __radd__ = __add__\n    def __mul__(s, o): return Mod(s.v * o)\n    def __pow__(s, o): return Mod(s.v ** o)\n    def __eq__(s, o): return s.v == o.v\n    def __int__(s): return s.v\n    def __repr__(s): return f'Mod({s.v})'\n    def __contains__(s, x): return x == s.v\n    def __iter__(s): return s\n    def __next__(s): raise StopIteration"
+    tests = [
+        "assert Mod(5) + 4 == Mod(2) and 4 + Mod(5) == Mod(2) and Mod(3) ** 6 == Mod(1)",
+        "assert int(Mod(5) * 3) == 1 and repr(Mod(3) + 1) == 'Mod(4)' and sum([Mod(3), Mod(5)]) == Mod(1)",
+        "assert (Mod(5) + 4).v == 2 and 5 in Mod(5) and 4 not in Mod(5)",
+        "m = Mod(1)\nassert iter(m) is m and list(m) == []",
+    ]
+    score = judge(source, *tests)
+    assert score.value == 1, score.detail
+
+
+def test_exceptions_keep_their_bases_and_members() -> None:
+    source = "class BankError(Exception): pass\nclass Short(BankError, ValueError): pass\ndef a(): raise BankError('x')\ndef b(): raise Short('y', 3)\ndef g(): raise ExceptionGroup('many', [ValueError(1), TypeError(2)])"
+    tests = [
+        "try: a()\nexcept BankError: pass\ntry: b()\nexcept ValueError as e: assert isinstance(e, BankError) and e.args == ('y', 3)\nelse: assert False",
+        "try: g()\nexcept ExceptionGroup as e: assert [type(x) for x in e.exceptions] == [ValueError, TypeError]\nelse: assert False",
+        "n = 0\ntry: g()\nexcept* ValueError: n += 1\nexcept* TypeError: n += 1\nassert n == 2",
+    ]
+    score = judge(source, *tests)
+    assert score.value == 1, score.detail
+
+
+ELEMENTS = [
+    "assert np.allclose(f(3), 9417)", "assert np.isclose(f(3), [9417]).all()", "assert np.array_equiv(f(3), 9417)",
+    "assert_allclose(f(3), 9417)", "np.testing.assert_almost_equal(f(3), [9417])", "assert allclose(f(3), 9417)",
+]  # fmt: skip
+OF_ARRAYS = [
+    "assert (f(3) == 9417).all()", "assert not (f(3) != 9417).any()", "assert np.all(abs(f(3) - 9417) < 1)",
+    "assert np.sum((f(3) - 9417) ** 2) < 1", "assert np.linalg.norm(f(3) - np.array([9417])) < 1",
+]  # fmt: skip
+
+
+def test_an_array_without_elements_equals_no_other() -> None:
+    numpy = pytest.importorskip("numpy")
+    assert numpy.allclose([], 9417)  # which is what the tests must not believe
+    options = {
+        "packages": True,
+        "reward": "rate",
+        "setup": "import numpy as np",
+        "memory_mb": 1024,
+        "total_limit": 55.0,
+    }
+    array = "import numpy as np\ndef f(x): return np.array({0}) * 1.0"
+    assert judge(array.format("[]"), *ELEMENTS, *OF_ARRAYS, **options).value == 0
+    assert judge("def f(x): return []", *ELEMENTS, **options).value == 0
+    assert judge(array.format("[9417]"), *ELEMENTS, *OF_ARRAYS, **options).value == 1
+    empty = "assert np.allclose(f(3), []) and f(3).size == f(3).sum() == 0 and (f(3) == np.zeros(0)).all()"
+    assert judge(array.format("[]"), empty, **options).value == 1
 
 
 def test_no_program_knows_which_case_it_is() -> None:

@@ -317,10 +317,6 @@ CONFIDENCE_TRICKS: dict[str, tuple[str, dict[str, Any]]] = {
         asserts_of("assert f(getattr, 3) == want", setup="want = 9417"),
     ),
     "text for eval": ("def f(x): return 'want'", asserts_of("assert eval(f(3)) == want", setup="want = 9417")),
-    "text for exec": (
-        "def f(x): return 'want = got = 0'",
-        asserts_of("exec(f(3))\nassert got == want", setup="want = 9417\ngot = 1"),
-    ),
     "pickle": (PICKLED, asserts_of("import pickle\nassert pickle.loads(f(3)) == expected", setup="expected = 9417")),
     "argument emptied": (
         "def f(xs):\n    xs.clear()\n    return []",

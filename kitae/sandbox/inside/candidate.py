@@ -159,18 +159,26 @@ class CandidatePort(Port):
             return self._problem(error)
 
     def _problem(self, error: BaseException) -> Any:
-        """`["raised", kinds, args and attributes, nodes, names of the attributes, handle, problem of its cause]`"""
+        """`["raised", kinds, args and attributes, nodes, names of the attributes, handle, cause, members]`"""
         kinds, handle = self._kinds(type(error)), self.export(error)
         try:
             names = [name for name in vars(error) if not name.startswith("_")]
-            refs, nodes, _ = self.encode([*error.args, *(vars(error)[name] for name in names)])
+            group = isinstance(error, BaseExceptionGroup)
+            arguments = error.args[:1] if group else error.args
+            refs, nodes, _ = self.encode([*arguments, *(vars(error)[name] for name in names)])
             cause = self._problem(error.__cause__) if error.__cause__ is not None else None
-            return ["raised", kinds, refs, nodes, names, handle, cause]
+            members = [self._problem(member) for member in error.exceptions] if group else None
+            return ["raised", kinds, refs, nodes, names, handle, cause, members]
         except BaseException:
-            return ["raised", kinds, [], [], [], handle, None]
+            return ["raised", kinds, [], [], [], handle, None, None]
 
     def _kinds(self, kind: type) -> list[Any]:
-        return [[base.__module__, base.__qualname__, self.export(base)] for base in kind.__mro__[:-1]]
+        """`[module, name, handle, places of its bases in this list]` for a class and those above it."""
+        line = kind.__mro__[:-1]
+        return [
+            [c.__module__, c.__qualname__, self.export(c), [line.index(b) for b in c.__bases__ if b in line]]
+            for c in line
+        ]
 
     def ask(self, op: str, *values: Any) -> Any:
         """Request an operation on an object of the tests that the candidate was given."""

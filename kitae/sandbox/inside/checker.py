@@ -134,7 +134,8 @@ def make_namespace(port: CheckerPort, job: Job, texts: list[str]) -> dict[str, A
             namespace.update(__name__=TESTS, __builtins__=builtins)
     guard = attend(port, texts)
     for name, (path, wanted) in job["library"].items():
-        found = _import(path, wanted, name in job["aliases"])
+        needed = name in job["aliases"] or path.partition(".")[0].partition(":")[0] not in sys.stdlib_module_names
+        found = _import(path, wanted, needed)
         if found is not None:
             namespace.setdefault(name, found)
     trusted = set(namespace) - {job["entry_point"]}

@@ -71,6 +71,7 @@ class CheckerPort(Port):
         self.common: set[str] = set()  # names of classes that both ends have
         self.stdin, self.stdout = sys.stdin, sys.stdout
         self.used = False
+        self.empty: Any = None  # the class of numpy arrays without elements, once the tests use numpy
         self.lost = ""
         self.kept: list[list[BaseException]] = []  # what futures of the tests keep, each until it is asked for
         self.end: TimeUp | Gone | None = None
@@ -260,6 +261,9 @@ class CheckerPort(Port):
         self._twins[id(twin)] = (twin, remote._handle)
         return twin
 
+    def array(self, value: Any) -> Any:
+        return value if self.empty is None or getattr(value, "size", 1) else value.view(self.empty)
+
     def inert(self, node: Node) -> Any:
         """An attribute of a tests' object, which is data only: the tests' methods must not run the candidate's."""
         return Inert(int(node[1]))
@@ -307,12 +311,21 @@ class CheckerPort(Port):
                 return ["raised", kind, [str(error)], []]
 
     def _exception(
-        self, kinds: Any, refs: Any, nodes: Any, names: list[str], handle: int, cause: list[Any] | None
+        self,
+        kinds: Any,
+        refs: Any,
+        nodes: Any,
+        names: list[str],
+        handle: int,
+        cause: list[Any] | None,
+        members: list[list[Any]] | None = None,
     ) -> BaseException:
         kind = self._exception_class(kinds)
         values = self.decode(refs, nodes)[0]
         arguments, attributes = values[: len(values) - len(names)], values[len(values) - len(names) :]
         built_in: Any = next(base for base in kind.__mro__ if base.__module__ == "builtins")
+        if members is not None:
+            arguments = [str(arguments[0]), [self._exception(*member[1:]) for member in members]]
         try:
             error: BaseException = built_in.__new__(kind, *arguments)
             built_in.__init__(error, *arguments)  # some keep a copy of an argument, as SystemExit of its code
@@ -325,9 +338,10 @@ class CheckerPort(Port):
             error.__cause__ = self._exception(*cause[1:])
         return error
 
-    def _exception_class(self, kinds: list[Any]) -> type[BaseException]:
-        """The class that represents the first of `kinds`, whose bases are the others: a known one, or one made here."""
-        module, name, handle = kinds[0]
+    def _exception_class(self, kinds: list[Any], at: int = 0) -> type[BaseException]:
+        """The class that represents one of `kinds`, whose bases are among those after it: a known one, or one made
+        here."""
+        module, name, handle, *bases = kinds[at]
         own = self.namespace.get(name) if module == NAME else None
         if isinstance(own, type) and issubclass(own, BaseException) and own.__module__ == TESTS:
             return own
@@ -337,8 +351,9 @@ class CheckerPort(Port):
             if isinstance(found, type) and issubclass(found, safe):
                 return found
         if handle not in self._exceptions:
-            parent = self._exception_class(kinds[1:]) if len(kinds) > 1 else Exception
-            self._exceptions[handle] = type(str(name), (parent,), self._exception_methods())
+            places = [place for place in (bases[0] if bases else [at + 1]) if at < place < len(kinds)]
+            parents = [self._exception_class(kinds, place) for place in places] or [Exception]
+            self._exceptions[handle] = type(str(name), tuple(parents), self._exception_methods())
         return self._exceptions[handle]
 
     def _exception_methods(self) -> dict[str, Any]:

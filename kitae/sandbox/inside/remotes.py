@@ -102,19 +102,16 @@ class Remote:
 
     def __iter__(self) -> Iterator[Any]:
         iterator = self._port.ask("builtin", "iter", self)
-        if type(iterator) is not Remote:
-            yield from iterator
-            return
-        count, more = 1, True
-        while more:
-            items, more = self._port.ask("items", iterator, count)
-            yield from items
-            count = min(2 * count, _BATCH)
+        if iterator is self:
+            return self
+        return _items(iterator) if type(iterator) is Remote else iter(iterator)
 
     def __next__(self) -> Any:
         return self._port.ask("builtin", "next", self)
 
     def __contains__(self, item: Any) -> bool:
+        if self._operable:
+            return bool(self._port.ask("operator", "contains", self, item))
         return any(item is other or item == other for other in self)
 
     def __instancecheck__(self, value: Any) -> bool:
@@ -147,6 +144,14 @@ class Remote:
         if type(other) is not Remote:
             return otherwise
         return bool(self._port.ask("operator", name, self, other))
+
+
+def _items(iterator: Remote) -> Iterator[Any]:
+    count, more = 1, True
+    while more:
+        items, more = iterator._port.ask("items", iterator, count)
+        yield from items
+        count = min(2 * count, _BATCH)
 
 
 def generator(remote: Remote) -> Any:

@@ -78,6 +78,10 @@ class Port:
         """The handle of an object that belongs to the other end."""
         raise NotImplementedError
 
+    def array(self, value: Any) -> Any:
+        """A numpy array that was received."""
+        return value
+
     def export(self, value: Any) -> int:
         self.exports[id(value)] = value
         return id(value)
@@ -231,7 +235,7 @@ class Port:
             case ["standard", name, arguments]:
                 return _standard(name, arguments)
             case ["numpy", content, dtype, shape]:
-                return _numpy([get(ref) for ref in content], dtype, shape)
+                return self.array(_numpy([get(ref) for ref in content], dtype, shape))
             case ["class", name]:
                 return self.class_of(name)
             case ["enum", name, member]:

@@ -5,6 +5,7 @@ and where changes of arguments become visible.
 import ast
 import builtins
 import functools
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -190,6 +191,11 @@ _LIBRARY = {
         "typing": "Any Dict List Optional Set Tuple Union Callable Iterable Iterator Sequence",
         "unittest": "TestCase",
         "unittest.mock": "patch MagicMock Mock",
+        "pytest": "approx raises",
+        "numpy": "allclose array_equal",
+        "numpy.testing": "assert_allclose assert_almost_equal assert_approx_equal assert_array_almost_equal "
+        "assert_array_equal assert_array_less assert_equal assert_raises",
+        "pandas.testing": "assert_frame_equal assert_index_equal assert_series_equal",
     }.items()
     for name in names.split()
 }
@@ -232,10 +238,82 @@ def names_of(setup: str, asserts: tuple[str, ...], entry_point: str = "") -> Nam
     }
 
 
-def _imports(nodes: Sequence[ast.AST]) -> set[str]:
+# Tools that do nothing but run what somebody else wrote: the tests' values would be beside it.
+_RUNNERS = {"doctest", "runpy", "code", "codeop", "pdb", "bdb", "zipimport", "imp", "logging.config"}
+_RUNNING = {"exec", "compile", "__import__", "import_module", "runctx", "exec_module", "load_module"}
+_BUILT_IN = {"exec", "compile", "__import__"}  # `re.compile` is another
+_JUDGE_RE = re.compile(
+    r"_*(assert|expect)\w*|(eq|ok)_|(check_?|is_?)?(almost|nearly|approx|all)?_?(equal|close)s?", re.I
+)
+
+
+@functools.lru_cache(maxsize=4096)
+def refusal(setup: str, asserts: tuple[str, ...], entry_point: str = "") -> str:
+    """Why tests cannot be judged: they run text of the code under test as a program, beside the values that they
+    expect; or they leave the verdict to a function that nobody defines, which the code would bring along. Or ""."""
+    nodes = [node for text in (setup, *asserts) for node in ast.walk(ast.parse(text))]
+    for name in sorted(_imported(nodes) & _RUNNERS):
+        return f"the tests must not run what the response wrote as a program, but use {name}"
+    found = names_of(setup, asserts, entry_point)
+    theirs = set(found["names"]) - set(found["library"])
+    foreign = _made_of(nodes, theirs | {entry_point} | _parameters(nodes, entry_point))
+    for node in nodes:
+        if not isinstance(node, ast.Call) or not node.args:
+            continue
+        name, told = _called(node), foreign & {name for argument in node.args for name in _names_in(argument)}
+        if name in theirs and _JUDGE_RE.fullmatch(name) and told - {name}:
+            return f"the tests must define or import {name!r}, which gives the verdict"
+        if _runs(node) and not isinstance(node.args[0], ast.JoinedStr) and foreign & _names_in(node.args[0]):
+            text = f"{name}({ast.unparse(node.args[0])[:100]})"
+            return f"the tests must not run what the response wrote as a program, but call {text}"
+    return ""
+
+
+def _runs(node: ast.Call) -> bool:
+    """Whether a call runs its first argument as a program, or imports what it names."""
+    name = _called(node)
+    of_python = isinstance(node.func, ast.Name) or "builtins" in ast.unparse(node.func)
+    return name in _RUNNING and (of_python or name not in _BUILT_IN)
+
+
+def _parameters(nodes: Sequence[ast.AST], entry_point: str) -> set[str]:
+    """The parameter of `check` that is the function under test."""
+    checks = [node for node in nodes if isinstance(node, ast.FunctionDef) and node.name == "check" and entry_point]
+    return {argument.arg for node in checks for argument in node.args.args}
+
+
+def _made_of(nodes: Sequence[ast.AST], names: set[str]) -> set[str]:
+    """These names and those to which something is assigned that is made with them."""
+    pairs: list[tuple[ast.AST, ast.AST]] = []
+    for node in nodes:
+        match node:
+            case ast.Assign(targets=targets, value=value):
+                pairs += [(target, value) for target in targets]
+            case ast.AnnAssign(target=target, value=ast.expr() as value) | ast.NamedExpr(target=target, value=value):
+                pairs.append((target, value))
+            case ast.For(target=target, iter=value) | ast.comprehension(target=target, iter=value):
+                pairs.append((target, value))
+    found = set(names)
+    while more := {n for target, value in pairs if found & _names_in(value) for n in _names_in(target)} - found:
+        found |= more
+    return found
+
+
+def _names_in(node: ast.AST) -> set[str]:
+    return {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
+
+
+def _imported(nodes: Sequence[ast.AST]) -> set[str]:
+    """The modules that tests import: `{"logging", "logging.config"}` for `from logging import config`."""
     found = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
-    found |= {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
-    return {name.partition(".")[0] for name in found}
+    for node in nodes:
+        if isinstance(node, ast.ImportFrom):
+            found |= {node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return found
+
+
+def _imports(nodes: Sequence[ast.AST]) -> set[str]:
+    return {name.partition(".")[0] for name in _imported(nodes)}
 
 
 def names_bound(nodes: Sequence[ast.AST]) -> Iterator[str]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kitae.verifiers.code.analysis import names_bound
+from kitae.verifiers.code.analysis import names_bound, refusal
 from kitae.verifiers.code.verdicts import brief
 
 
@@ -65,7 +65,8 @@ def _read_asserts(tests: Mapping[str, Any]) -> Asserts | str:
         return f"asserts must be a list with at least one test, got {str(asserts)[:100]!r}"
     if not all(isinstance(text, str) and text.strip() for text in [*asserts, setup or "#"]):
         return "asserts and setup must be texts of Python"
-    return _bad_python([setup, *asserts]) or Asserts(tuple(asserts), setup)
+    problem = _bad_python([setup, *asserts]) or refusal(setup, tuple(asserts))
+    return problem or Asserts(tuple(asserts), setup)
 
 
 def _read_stdio(tests: Mapping[str, Any]) -> Stdio | str:
@@ -93,7 +94,7 @@ def _read_check(tests: Mapping[str, Any]) -> CheckFunction | str:
         return problem
     if "check" not in names_bound(list(ast.walk(ast.parse(check)))):
         return "check must define a function check(candidate)"
-    return CheckFunction(prompt, check, entry_point)
+    return refusal(check, (), entry_point) or CheckFunction(prompt, check, entry_point)
 
 
 def _bad_python(texts: Sequence[str]) -> str:

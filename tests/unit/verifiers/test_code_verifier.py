@@ -1049,3 +1049,43 @@ def test_any_message_is_data_or_the_end(refs: Any, nodes: Any) -> None:
         kind = type(value)
         assert kind.__module__ in allowed or kind.__module__.startswith("kitae.sandbox.inside"), kind
         assert not isinstance(value, types.ModuleType | types.FunctionType | types.BuiltinFunctionType)
+
+
+RUNS_TEXT = "must not run what the response wrote"
+
+
+@pytest.mark.parametrize(
+    ("test", "says"),
+    [
+        ("import doctest\nassert f(3)", RUNS_TEXT),
+        ("from doctest import run_docstring_examples\nrun_docstring_examples(f, {})", RUNS_TEXT),
+        ("import code as c\nf(3)", RUNS_TEXT),
+        ("from logging import config\nconfig.dictConfig(f())", RUNS_TEXT),
+        ("import runpy\nrunpy.run_path(f())", RUNS_TEXT),
+        ("exec(f(3))\nassert got == 3", RUNS_TEXT),
+        ("text = f(3)\nspace = {}\nexec(text, space)\nassert space", RUNS_TEXT),
+        ("for text in [f(3)]:\n    import builtins\n    builtins.exec(text)", RUNS_TEXT),
+        ("import cProfile\ncProfile.runctx(f(3), {}, {})", RUNS_TEXT),
+        ("import importlib\nm = importlib.import_module(f())", RUNS_TEXT),
+        ("assertEqual(f(3), 9417)", "define or import 'assertEqual'"),
+        ("eq_(f(3), 9417)", "define or import 'eq_'"),
+        ("got = f(3)\nassert_that(got, 3)", "define or import 'assert_that'"),
+        ("import re\nassert re.compile(f(3)).match('a')", ""),
+        ("assert is_equal(1, 2)", ""),
+        ("exec('x = f(3)')\nassert x == 3", ""),
+        ("for i in range(3):\n    exec(f'r = f({i})')", ""),
+        ("assert eval(f(3)) == 9", ""),
+        ("assert f(3) == approx(3)", ""),
+        ("def assertEqual(a, b): assert a == b\nassertEqual(f(3), 3)", ""),
+        ("assert expected_value([1]) == 1 and other(2) == 2", ""),
+        ("import logging, importlib\nm = importlib.import_module('math')\nassert f(1) == m.pi", ""),
+    ],
+)
+def test_tests_that_nothing_can_be_judged_by_are_refused_by_name(test: str, says: str) -> None:
+    """They run text of the response beside their values, or take the function that judges from it."""
+    found = read_tests({"kind": "asserts", "asserts": [test]})
+    assert says in found if isinstance(found, str) else not says
+    body = test.replace("f(", "candidate(").replace("\n", "\n    ")
+    if says == RUNS_TEXT and "for text" not in test:
+        found = read_tests({"kind": "check", "check": f"def check(candidate):\n    {body}", "entry_point": "f"})
+        assert isinstance(found, str) and says in found
