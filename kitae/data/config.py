@@ -37,7 +37,8 @@ class DataConfig(Section):
     hub_eval_files: str | None = Field("main/test-*.parquet", description="Files of the hub data set to evaluate on.")
     format: str | None = Field(
         None,
-        description="Read rows as math, svamp, mbpp, humaneval or ifeval have them, or by your own file.py:function.",
+        description="Read rows as math, svamp, mbpp, humaneval, apps, taco, livecodebench, evalplus or ifeval have "
+        "them, or by your own file.py:function.",
     )
     columns: PromptColumns = PromptColumns()
     answer_after: str | None = Field(None, description="Keep only the reference text after this mark, e.g. '####'.")

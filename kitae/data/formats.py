@@ -5,12 +5,16 @@
     svamp         Body, Question, Answer                                          math
     mbpp          text or prompt, code, test_list, test_setup_code or test_imports code
     humaneval     prompt, test, entry_point, canonical_solution                   code
+    apps, taco    question, input_output, starter_code, solutions                 code
+    livecodebench question_content, starter_code, test cases, metadata            code
+    evalplus      prompt, entry_point, canonical_solution, base_input, plus_input code
     ifeval        prompt, instruction_id_list, kwargs                             instructions
 
 `data.format = "mbpp"` names one; `data.format = "file.py:function"` is your own: a function from the row, a mapping, to
 an `Exercise`, or to a mapping with its keys.
 """
 
+import json
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -86,6 +90,31 @@ def humaneval(row: Mapping[str, Any]) -> Exercise:
     return Exercise(question, {"tests": tests}, row.get("canonical_solution"))
 
 
+def apps(row: Mapping[str, Any]) -> Exercise:
+    """Solutions are a list, or its JSON; in the files some problems have none."""
+    found = row.get("solutions") or "[]"
+    solutions = json.loads(found) if isinstance(found, str) else found
+    gold = f"```python\n{solutions[0]}\n```" if solutions else None
+    return Exercise(_task(row["question"], row.get("starter_code")), {"tests": row["input_output"]}, gold)
+
+
+def livecodebench(row: Mapping[str, Any]) -> Exercise:
+    tests = {name: row.get(name) for name in ("public_test_cases", "private_test_cases", "metadata")}
+    return Exercise(_task(row["question_content"], row.get("starter_code")), {"tests": tests})
+
+
+def evalplus(row: Mapping[str, Any]) -> Exercise:
+    names = ("prompt", "entry_point", "canonical_solution", "base_input", "plus_input", "atol")
+    question = f"Complete this function:\n\n```python\n{row['prompt'].strip()}\n```"
+    return Exercise(question, {"tests": {name: row.get(name) for name in names}}, row["canonical_solution"])
+
+
+def _task(question: str, starter: str | None) -> str:
+    if starter and starter.strip():
+        return f"{question.strip()}\n\nBegin with this code:\n\n```python\n{starter.rstrip()}\n```"
+    return f"{question.strip()}\n\nThe program reads from standard input and prints its answer."
+
+
 def ifeval(row: Mapping[str, Any]) -> Exercise:
     names, arguments = row["instruction_id_list"], row["kwargs"]
     if len(names) != len(arguments):
@@ -102,5 +131,9 @@ FORMATS = {
     "svamp": Format(svamp, "math"),
     "mbpp": Format(mbpp, "code"),
     "humaneval": Format(humaneval, "code"),
+    "apps": Format(apps, "code"),
+    "taco": Format(apps, "code"),
+    "livecodebench": Format(livecodebench, "code"),
+    "evalplus": Format(evalplus, "code"),
     "ifeval": Format(ifeval, "instructions"),
 }

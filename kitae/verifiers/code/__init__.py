@@ -5,6 +5,9 @@ References, as a mapping or as JSON text, with or without `{"tests": …}` aroun
     {"kind": "asserts", "asserts": ["assert f(1) == 2"], "setup": "import math"}
     {"kind": "stdio", "cases": [{"stdin": "1 2\n", "stdout": "3\n"}]}
     {"kind": "check", "prompt": "def f(x):…", "check": "def check(candidate): …", "entry_point": "f"}
+    {"kind": "calls", "function": "f", "cases": [{"arguments": [1, 2], "result": 3}]}
+
+or in the layout of a known data set (`layouts`).
 
 How a verdict is made. stdio: the expected output never enters the sandbox; it is compared here. asserts and check: the
 tests run in a process of their own that the candidate cannot read, signal or write to, and reach the candidate only by
@@ -22,7 +25,9 @@ costs: an instance of a class of the candidate never equals a value that is not 
 dicts, sets and instances of the setup's classes in them are updated after the statement. The docstring of the checker
 lists what of a class or function reaches the tests.
 
-Tests that cannot import what they need, or raise before they use the code at all, are an error and not a 0: the data or
-the machine is at fault. Not detected: a name that neither the tests nor the response define, which counts against the
+Tests that cannot import what they need, raise before they use the code at all and without it too, or pass without using
+it, are an error and not a 0: the data or the machine is at fault. So are tests that run text of the response as a
+program, and those that leave the verdict to a function which nobody defines (`refusal` in `analysis`). Not detected:
+another name that neither the tests nor the response define, which counts against the
 response.
 """

@@ -16,6 +16,7 @@ from kitae.verifiers.code.languages import LANGUAGES
 from kitae.verifiers.code.plans import COMPILE_LIMIT, plan, prepare, program, without_code
 from kitae.verifiers.code.references import Asserts, CheckFunction, Stdio
 from kitae.verifiers.code.verdicts import (
+    Comparison,
     Verdict,
     all_failed,
     complaint,
@@ -37,6 +38,8 @@ def code(
     *,
     language: str = "python",
     reward: Literal["all", "rate"] = "all",
+    numbers: bool = False,
+    tolerance: float = 0.0,
     time_limit: float = 4.0,
     total_limit: float = 9.0,
     memory_mb: int = 1024,
@@ -45,13 +48,16 @@ def code(
 ) -> Score:
     """1 where the code in the response passes all tests; with `reward="rate"`, the share that it passes.
 
+    `numbers`: compare the words of standard output that are numbers by their value, as LiveCodeBench does; `tolerance`:
+    by how much they may differ, absolutely or relatively.
     `time_limit`: seconds of processor time per test, and twice that on the clock; loading the code counts as a test.
     `total_limit`: seconds for the whole check; tests that do not get their turn count as failed. It must be less than
     the pool's own timeout: for references with many or slow cases raise both, as `kitae verify code --timeout 60
     --option total_limit=55` does. `packages`: let
     Python code import what is installed beside Kitae. Asserts and check functions are for Python alone.
     """
-    prepared = prepare(response, reference, language, reward)
+    how = Comparison(numbers, tolerance)
+    prepared = prepare(response, reference, language, reward, how)
     if isinstance(prepared, Score):
         return prepared
     source, tests = prepared
@@ -64,7 +70,7 @@ def code(
     run = _Run(limits, sandbox, packages, total_limit, Clock())
     try:
         if isinstance(tests, Stdio):
-            verdicts = _run_cases(run, language, source, tests)
+            verdicts = _run_cases(run, language, source, tests, how)
         else:
             verdicts = _run_tests(run, source, tests)
     except (VerifierError, SandboxError) as error:
@@ -137,7 +143,7 @@ def _run_tests(run: _Run, source: Source, tests: Asserts | CheckFunction) -> lis
     return used(verdicts + all_failed(waiting, "no time left for the check"))
 
 
-def _run_cases(run: _Run, language: str, source: Source, tests: Stdio) -> list[Verdict]:
+def _run_cases(run: _Run, language: str, source: Source, tests: Stdio, how: Comparison) -> list[Verdict]:
     """One verdict per case. The cases run in an order that only who knows their output can tell, so that the number of
     a run, which time and process ids give away, does not say which case it is."""
     total = len(tests.cases)
@@ -155,7 +161,7 @@ def _run_cases(run: _Run, language: str, source: Source, tests: Stdio) -> list[V
                 report = run.receive(session)
             except EOFError:
                 report = Report("gone", "the sandbox ended", b"")
-            verdicts[number] = judge_case(report, stdout, f"case {number + 1} of {total}")
+            verdicts[number] = judge_case(report, stdout, f"case {number + 1} of {total}", how)
             if report.status == "gone" or run.left <= 0:
                 verdicts |= dict.fromkeys(order[place + 1 :], Verdict(False, complaint(report)))
                 break

@@ -31,7 +31,7 @@ from kitae.types import Score
 from kitae.verifiers.code.extraction import Source, variants
 from kitae.verifiers.code.plans import COMPILE_LIMIT, plan, prepare, without_code
 from kitae.verifiers.code.references import Asserts, CheckFunction, Stdio
-from kitae.verifiers.code.verdicts import Verdict, is_doubted, judge_case, take_verdicts, total_score, used
+from kitae.verifiers.code.verdicts import Comparison, Verdict, is_doubted, judge_case, take_verdicts, total_score, used
 from kitae.verifiers.options import service_options
 
 _NAMES = {"javascript": "nodejs"}  # languages that have other names in the API
@@ -77,6 +77,8 @@ async def remote_code(
     url: str,
     language: str = "python",
     reward: Literal["all", "rate"] = "all",
+    numbers: bool = False,
+    tolerance: float = 0.0,
     time_limit: float = 4.0,
     total_limit: float = 30.0,
     memory_mb: int = 1024,
@@ -87,7 +89,8 @@ async def remote_code(
 
     `total_limit`: seconds for one program with all its asserts. The options from `key_env` on are `Service`'s.
     """
-    prepared = prepare(response, reference, language, reward)
+    how = Comparison(numbers, tolerance)
+    prepared = prepare(response, reference, language, reward, how)
     if isinstance(prepared, Score):
         return prepared
     source, tests = prepared
@@ -96,7 +99,7 @@ async def remote_code(
         request_timeout = COMPILE_LIMIT + max(total_limit, time_limit) + _SLACK
         service = Service(base_url=url, model="run_code", key_env=key_env, request_timeout=request_timeout, **options)
         if isinstance(tests, Stdio):
-            verdicts = await _run_cases(service, language, source, tests, limits)
+            verdicts = await _run_cases(service, language, source, tests, limits, how)
         else:
             verdicts = await _run_tests(service, source, tests, limits, total_limit)
     except (VerifierError, RemoteError) as error:
@@ -104,10 +107,12 @@ async def remote_code(
     return total_score(verdicts, reward)
 
 
-async def _run_cases(service: Service, language: str, source: Source, tests: Stdio, limits: Limits) -> list[Verdict]:
+async def _run_cases(
+    service: Service, language: str, source: Source, tests: Stdio, limits: Limits, how: Comparison
+) -> list[Verdict]:
     async def one(number: int, stdin: str, stdout: str) -> Verdict:
         report = await _post(service, language, variants(source)[0], stdin, limits.time_limit, limits.memory_mb)
-        return judge_case(report, stdout, f"case {number} of {len(tests.cases)}")
+        return judge_case(report, stdout, f"case {number} of {len(tests.cases)}", how)
 
     cases = [one(number, *case) for number, case in enumerate(tests.cases, 1)]
     return list(await asyncio.gather(*cases))

@@ -1,6 +1,7 @@
 """What to run for a response and its reference: the order for the warden, and the job for the checker."""
 
 import functools
+import math
 import re
 from typing import Any
 
@@ -11,28 +12,34 @@ from kitae.types import Score
 from kitae.verifiers.code.analysis import as_assert, names_of, settled, visible_setup
 from kitae.verifiers.code.extraction import Source, completions, defines, extract_code, typing_names, variants
 from kitae.verifiers.code.languages import LANGUAGES
-from kitae.verifiers.code.references import Asserts, CheckFunction, Stdio, Tests, read_tests
-from kitae.verifiers.code.verdicts import wrong
+from kitae.verifiers.code.references import Asserts, Calls, CheckFunction, Stdio, Tests, read_tests
+from kitae.verifiers.code.verdicts import Comparison, wrong
 
 COMPILE_LIMIT = 30.0
 _MAX_CODE = 2**20  # characters
 _JAVA_CLASS_RE = re.compile(r"\bpublic\s+(?:final\s+|abstract\s+)*class\s+(\w+)")
 
 
-def prepare(response: str, reference: Any, language: str, reward: str) -> tuple[Source, Tests] | Score:
+def prepare(
+    response: str, reference: Any, language: str, reward: str, how: Comparison
+) -> tuple[Source, Asserts | Stdio | CheckFunction] | Score:
     """The code and its tests; or the score, if something in options, reference or response already decides it."""
-    if problem := _check_options(language, reward):
+    if problem := _check_options(language, reward, how):
         return Score.error(problem)
     tests = read_tests(reference)
     if isinstance(tests, str):
         return Score.error(tests)
     if not isinstance(tests, Stdio) and language != "python":
-        return Score.error(f"tests of kind asserts or check must be for language 'python', got {language!r}")
+        return Score.error(f"tests of kind asserts, check or calls must be for language 'python', got {language!r}")
     source = extract_code(response, LANGUAGES[language].tags, _wanted_names(tests))
     if not source.text.strip():
         return wrong("no code in the response")
     if len(source.text) > _MAX_CODE:
         return wrong(f"more than {_MAX_CODE} characters of code")
+    if isinstance(tests, Calls):
+        tests = tests.asserts(
+            of_class=defines(source.text, ["Solution"]) and not defines(source.text, [tests.function])
+        )
     return source, tests
 
 
@@ -125,13 +132,17 @@ def _wanted_names(tests: Tests) -> list[str]:
         case Asserts():
             found = names_of(tests.setup, tests.asserts)
             return [name for name in found["names"] if name not in found["library"]]
+        case Calls():
+            return [tests.function, "Solution"]
         case Stdio():
             return []
 
 
-def _check_options(language: str, reward: str) -> str:
+def _check_options(language: str, reward: str, how: Comparison) -> str:
     if language not in LANGUAGES:
         return f"language must be one of {', '.join(LANGUAGES)}, got {language!r}"
     if reward not in ("all", "rate"):
         return f"reward must be 'all' or 'rate', got {reward!r}"
+    if not 0 <= how.tolerance < math.inf or (how.tolerance and not how.numbers):
+        return f"tolerance must be a number of at least 0, and goes with numbers = true, got {how.tolerance!r}"
     return ""

@@ -1,7 +1,9 @@
 """The verdicts in a sandbox's reports, and the score of all of them."""
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any
 
 from kitae.errors import VerifierError
@@ -13,9 +15,34 @@ from kitae.verifiers.code.analysis import SETTLE
 _MAX_DETAIL = 300
 
 
-def same_output(got: str, want: str) -> bool:
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """How outputs are compared: word by word; with `numbers`, words that are numbers by their value (`2.50` is `2.5`),
+    which may differ by `tolerance`, absolutely or relatively to the expected one."""
+
+    numbers: bool = False
+    tolerance: float = 0.0
+
+
+def same_output(got: str, want: str, how: Comparison | None = None) -> bool:
     """Whether two outputs have the same words on the same lines; blank lines and the width of gaps do not matter."""
-    return _words(got) == _words(want)
+    ours, theirs = _words(got), _words(want)
+    if ours == theirs or how is None or not how.numbers or [*map(len, ours)] != [*map(len, theirs)]:
+        return ours == theirs
+    pairs = [pair for line, other in zip(ours, theirs, strict=True) for pair in zip(line, other, strict=True)]
+    return all(word == other or _same_number(word, other, how.tolerance) for word, other in pairs)
+
+
+_NUMBER_RE = re.compile(r"[-+]?(?:[0-9]{1,4000}(?:\.[0-9]{0,4000})?|\.[0-9]{1,4000})(?:[eE][-+]?[0-9]{1,4})?")
+
+
+def _same_number(word: str, other: str, tolerance: float) -> bool:
+    if not _NUMBER_RE.fullmatch(word) or not _NUMBER_RE.fullmatch(other):
+        return False
+    got, want = Decimal(word), Decimal(other)
+    if got == want or not tolerance:
+        return got == want
+    return abs(got - want) <= Decimal(tolerance) * max(Decimal(1), abs(want))
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +90,10 @@ def used(verdicts: list[Verdict]) -> list[Verdict]:
     return verdicts
 
 
-def judge_case(report: Report, stdout: str, name: str) -> Verdict:
+def judge_case(report: Report, stdout: str, name: str, how: Comparison) -> Verdict:
     """The verdict on a run: it must end normally and print the expected output."""
     output = report.output.decode(errors="replace")
-    if report.status == "ended" and not same_output(output, stdout):
+    if report.status == "ended" and not same_output(output, stdout, how):
         return Verdict(False, f"{name}: wrong output {brief(output[:1000].strip())!r}")
     return Verdict(report.status == "ended", f"{name}: {complaint(report)}")
 
