@@ -100,9 +100,9 @@ def _judge(port: CheckerPort, error: BaseException, imports: list[str]) -> tuple
     if not is_own(error) or isinstance(error, SystemExit):
         return "failed", detail
     if isinstance(error, ImportError):
-        wanted = str(error.name).partition(".")[0]
+        wanted = (error.name or "").partition(".")[0]
         if not port.used or (wanted in imports and _is_missing(wanted)):
-            status = "error" if _is_missing(wanted) else "unsure"
+            status = "error" if wanted and _is_missing(wanted) else "unsure"
             return status, f"the tests must be able to import what they need (see the option packages), got {detail}"
     if not port.used and not isinstance(error, AssertionError | NameError):
         return "unsure", f"the tests must reach the response, but raised {detail}"

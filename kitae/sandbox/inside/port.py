@@ -285,7 +285,9 @@ class CheckerPort(Port):
 
     def _serve(self, op: str, refs: Any, nodes: Any) -> Any:
         """Let the candidate use an object that it was given: call it, iterate it, read its public attributes."""
+        self._operable = None
         (target, *rest), _ = self.trust(self.decode, refs, nodes)
+        self._operable = False
         try:
             if id(target) not in self.exports:
                 raise TypeError("not an object of the tests")
@@ -382,14 +384,14 @@ def _makes_operable(op: str, *values: Any) -> bool | None:
     that they make of it, and what operators make of that. Once an object was the answer to anything else, it never
     does, or a method could return its own object. None: the answer says nothing."""
     match op, values:
+        case ("builtin", ["iter", *_]) | ("getattr", [_, "__class__"]):
+            return None
         case ("name", [str(name)]) | ("getattr", [_, str(name)]):
             return name.lstrip("_")[:1].isupper()
         case "call", [Remote(_kind="class", _operable=operable), *_]:
             return bool(operable)
         case ("operator", [_, *operands]) | ("builtin", ["abs" | "round", *operands]) | ("copy", operands):
             return any(type(operand) is Remote and operand._operable for operand in operands)
-        case "builtin", ["iter", *_]:
-            return None
         case _:
             return False
 

@@ -85,12 +85,13 @@ class Guard:
     """Refuses what may run text of the candidate: `hear` is the audit hook."""
 
     def __init__(self, port: CheckerPort, texts: list[str]) -> None:
-        self._port, self._texts = port, texts
-        self._own: tuple[set[str], set[str]] | None = None
+        self._port, self._tests = port, texts
+        self._texts: _Texts | None = None
+        self._read = False  # whether the tests have read a file that the candidate may have written
 
     def hear(self, event: str, arguments: tuple[Any, ...]) -> None:
         rule = _RULES.get(event)
-        if rule is not None and self._port.used:
+        if rule is not None and (self._port.used or self._read or event in _OF_FILES):
             rule(self, sys._getframe(1).f_globals.get("__name__"), *arguments)
 
     def compiles(self, caller: Any, source: Any, name: Any) -> None:
@@ -100,9 +101,8 @@ class Guard:
             _refuse_scratch("a module", name)
         elif type(source) in (str, bytes, bytearray):
             text = source if type(source) is str else bytes(source).decode(errors="replace")
-            if not (
-                self._is_own(text, _AROUND if caller == "timeit" else set()) or _is_arithmetic(text) or _importing()
-            ):
+            around = _AROUND if caller == "timeit" else set()
+            if not (self.texts.runs(text, around) or _is_arithmetic(text) or _importing()):
                 raise TypeError(f"text that the candidate may have made is no program: {text[:100]!r}")
         elif source is not None and not _importing():
             raise TypeError("a tree that the candidate may have made is no program")
@@ -110,6 +110,7 @@ class Guard:
     def opens(self, caller: Any, path: Any, *_: Any) -> None:
         if caller in _IMPORTERS:
             _refuse_scratch("a module", path)
+        self._read = self._read or _is_scratch(path)
 
     def imports(self, _: Any, name: Any, path: Any, *__: Any) -> None:
         if path is not None:
@@ -131,16 +132,14 @@ class Guard:
         """Call `format` of a text or a `Formatter`, unless the text's fields read what objects keep to themselves."""
         of_text = type(bound) is type(len)
         text = bound.__self__ if of_text else arguments[0] if arguments else ""
-        if isinstance(text, str) and any(map(_is_private, _attributes(text))) and not self._is_own(text, set()):
+        if isinstance(text, str) and any(map(_is_private, _attributes(text))) and text not in self.texts.all:
             raise TypeError(f"a field of {text[:100]!r} reads a private attribute")
         return bound(*arguments, **keywords)
 
-    def _is_own(self, text: str, around: AbstractSet[str]) -> bool:
-        """Whether a text is in the tests, or made of names in texts that they execute: `exec(f"y = f({i})")`."""
-        if self._own is None:
-            self._own = _texts_of(self._texts)
-        exact, names = self._own
-        return text in exact or _names_in(text) <= names | around
+    @property
+    def texts(self) -> _Texts:
+        self._texts = self._texts or _Texts(self._tests)
+        return self._texts
 
 
 def _attributes(template: str) -> list[str]:
@@ -167,25 +166,58 @@ def _importing() -> bool:
     return frame is not None
 
 
-def _texts_of(tests: list[str]) -> tuple[set[str], set[str]]:
-    """The texts in tests; and the names in those that are parts of what they execute."""
-    import ast
+class _Texts:
+    """The texts in tests: all of them; those that they run as programs; and the names in those of which they make such
+    a program, as in `exec(f"y = f({i})")`. A text that they do not run is no program where the candidate answers with
+    it: `assert eval(f(3)) == want, "want"`."""
 
-    exact: set[str] = set()
-    names: set[str] = set()
-    for test in tests:
-        try:
-            nodes = list(ast.walk(ast.parse(test)))
-        except SyntaxError:  # a prompt may be text
-            continue
-        exact |= {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
-        for node in nodes:
-            called = node.func if isinstance(node, ast.Call) else None
-            if getattr(called, "attr", getattr(called, "id", "")) in _RUNNING:
-                parts = [part for argument in node.args for part in ast.walk(argument)]  # type: ignore[attr-defined]
-                texts = [part.value for part in parts if isinstance(part, ast.Constant) and type(part.value) is str]
-                names |= {name for text in texts for name in _names_in(text)}
-    return exact, names
+    def __init__(self, tests: list[str]) -> None:
+        import ast
+
+        nodes: list[Any] = []
+        for test in tests:
+            try:
+                nodes += ast.walk(ast.parse(test))
+            except SyntaxError:  # a prompt may be text
+                continue
+        self.all = set(_constants(nodes))
+        functions = [node for node in nodes if isinstance(node, ast.FunctionDef)]
+        running = {*_RUNNING, *(node.name for node in functions if any(map(_called, ast.walk(node))))}
+        given = [part for node in nodes if _called(node, running) for part in _given(node)]
+        for value in given:  # grows on the way: by what is assigned to the names in it
+            names = {part.id for part in ast.walk(value) if isinstance(part, ast.Name)}
+            for node in nodes:
+                targets = getattr(node, "targets", [getattr(node, "target", None)])
+                source = getattr(node, "value", getattr(node, "iter", None))
+                if isinstance(source, ast.expr) and source not in given:
+                    given += [source] if names & {getattr(target, "id", "") for target in targets} else []
+        self._run = {text for value in given for text in _constants([value, *ast.iter_child_nodes(value)])}
+        made = [part for value in given if not isinstance(value, ast.Constant) for part in ast.walk(value)]
+        composed = [part for part in made if isinstance(part, ast.JoinedStr | ast.BinOp)]
+        self._names = {n for part in composed for text in _constants(ast.walk(part)) for n in _names_in(text)}
+
+    def runs(self, text: str, around: AbstractSet[str]) -> bool:
+        return text in self._run or _names_in(text) <= self._names | around or self._fills(text, around)
+
+    def _fills(self, text: str, around: AbstractSet[str]) -> bool:
+        """Whether a text is made of the tests' within that of timeit."""
+        ours = {name for own in self._run if own in text for name in _names_in(own)}
+        return bool(around) and _names_in(text) <= ours | around
+
+
+def _called(node: Any, names: Any = _RUNNING) -> bool:
+    """Whether a node is a call of one of these functions."""
+    function = getattr(node, "func", None)
+    return getattr(function, "attr", getattr(function, "id", "")) in names
+
+
+def _given(call: Any) -> list[Any]:
+    words = [word.value for word in call.keywords if word.arg in ("source", "stmt", "setup")]
+    return [*call.args[: 1 if _called(call, ("eval", "exec")) else 2], *words]
+
+
+def _constants(nodes: Any) -> list[str]:
+    return [text for node in nodes if type(text := getattr(node, "value", None)) is str]
 
 
 def _names_in(text: str) -> set[str]:
@@ -206,12 +238,17 @@ def _is_arithmetic(text: str) -> bool:
 
 def _refuse_scratch(what: str, path: Any) -> None:
     """Refuse a file in a folder that the candidate can write to."""
-    text = os.fsdecode(path) if isinstance(path, str | bytes) else ""
-    for found in (os.path.abspath(text), os.path.realpath(text)):
-        if any(found == folder or found.startswith(f"{folder}/") for folder in SCRATCH):
-            raise ImportError(f"{what} that the candidate may have written: {text[:100]!r}")
+    if _is_scratch(path):
+        raise ImportError(f"{what} that the candidate may have written: {str(path)[:100]!r}")
 
 
+def _is_scratch(path: Any) -> bool:
+    text = os.fsdecode(path) if isinstance(path, str | bytes | os.PathLike) else ""
+    found = (os.path.abspath(text), os.path.realpath(text)) if text else ()
+    return any(path == folder or path.startswith(f"{folder}/") for path in found for folder in SCRATCH)
+
+
+_OF_FILES = ("open", "import", "ctypes.dlopen", "sqlite3.load_extension")  # which the candidate may have written before
 _RULES: dict[str, Callable[..., None]] = {
     "compile": Guard.compiles,
     "open": Guard.opens,
