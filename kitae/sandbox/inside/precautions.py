@@ -58,6 +58,7 @@ def attend(port: CheckerPort, texts: list[str]) -> Guard:
     guard = Guard(port, texts)
     sys.addaudithook(guard.hear)
     sys.unraisablehook = lambda lost: _lose(port, lost.exc_value) if _is_of_tests(lost.exc_traceback) else None
+    os.register_at_fork(before=lambda: setattr(port, "used", True))  # a fork's requests are not seen here
     text = "\n".join(texts)
     for word, prepare in (
         ("seed", _share_seeds),
