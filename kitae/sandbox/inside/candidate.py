@@ -163,11 +163,11 @@ class CandidatePort(Port):
         kinds, handle = self._kinds(type(error)), self.export(error)
         try:
             names = [name for name in vars(error) if not name.startswith("_")]
-            group = isinstance(error, BaseExceptionGroup)
-            arguments = error.args[:1] if group else error.args
+            group = error.exceptions if isinstance(error, BaseExceptionGroup) else None
+            arguments = error.args if group is None else error.args[:1]
             refs, nodes, _ = self.encode([*arguments, *(vars(error)[name] for name in names)])
             cause = self._problem(error.__cause__) if error.__cause__ is not None else None
-            members = [self._problem(member) for member in error.exceptions] if group else None
+            members = None if group is None else [self._problem(member) for member in group]
             return ["raised", kinds, refs, nodes, names, handle, cause, members]
         except BaseException:
             return ["raised", kinds, [], [], [], handle, None, None]

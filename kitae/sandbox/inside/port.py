@@ -262,7 +262,8 @@ class CheckerPort(Port):
         return twin
 
     def array(self, value: Any) -> Any:
-        return value if self.empty is None or getattr(value, "size", 1) else value.view(self.empty)
+        elements: Any = getattr(value, "size", 1)
+        return value if elements or self.empty is None else value.view(self.empty)
 
     def inert(self, node: Node) -> Any:
         """An attribute of a tests' object, which is data only: the tests' methods must not run the candidate's."""

@@ -351,12 +351,12 @@ def _compare_elements(port: CheckerPort) -> None:
         except ValueError:  # lists of different lengths
             return False
 
-    class Empty(numpy.ndarray):  # type: ignore[type-arg]
-        def __array_ufunc__(self, function: Any, method: str, *values: Any, **keywords: Any) -> Any:
-            if mixed(values):
+    class Empty(numpy.ndarray):
+        def __array_ufunc__(self, ufunc: Any, method: Any, *inputs: Any, **kwargs: Any) -> Any:
+            if mixed(inputs):
                 raise ValueError("an array without elements is compared with something that has some")
-            plain = [value.view(numpy.ndarray) if isinstance(value, Empty) else value for value in values]
-            made = getattr(function, method)(*plain, **keywords)
+            plain = [value.view(numpy.ndarray) if isinstance(value, Empty) else value for value in inputs]
+            made = getattr(ufunc, method)(*plain, **kwargs)
             return made.view(Empty) if isinstance(made, numpy.ndarray) else made
 
     def minded(real: Any) -> Any:

@@ -100,7 +100,7 @@ class Remote:
     def __delitem__(self, key: Any) -> None:
         self._port.ask("operator", "delitem", self, key)
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Any:
         iterator = self._port.ask("builtin", "iter", self)
         if iterator is self:
             return self
