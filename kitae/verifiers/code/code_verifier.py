@@ -16,7 +16,7 @@ from kitae.verifiers.code.languages import LANGUAGES
 from kitae.verifiers.code.plans import COMPILE_LIMIT, plan, prepare, program, without_code
 from kitae.verifiers.code.references import Asserts, CheckFunction, Stdio
 from kitae.verifiers.code.verdicts import (
-    Comparison,
+    OutputRule,
     Verdict,
     all_failed,
     complaint,
@@ -56,7 +56,7 @@ def code(
     --option total_limit=55` does. `packages`: let
     Python code import what is installed beside Kitae. Asserts and check functions are for Python alone.
     """
-    how = Comparison(numbers, tolerance)
+    how = OutputRule(numbers, tolerance)
     prepared = prepare(response, reference, language, reward, how)
     if isinstance(prepared, Score):
         return prepared
@@ -143,7 +143,7 @@ def _run_tests(run: _Run, source: Source, tests: Asserts | CheckFunction) -> lis
     return used(verdicts + all_failed(waiting, "no time left for the check"))
 
 
-def _run_cases(run: _Run, language: str, source: Source, tests: Stdio, how: Comparison) -> list[Verdict]:
+def _run_cases(run: _Run, language: str, source: Source, tests: Stdio, how: OutputRule) -> list[Verdict]:
     """One verdict per case. The cases run in an order that only who knows their output can tell, so that the number of
     a run, which time and process ids give away, does not say which case it is."""
     total = len(tests.cases)

@@ -31,7 +31,7 @@ from kitae.types import Score
 from kitae.verifiers.code.extraction import Source, variants
 from kitae.verifiers.code.plans import COMPILE_LIMIT, plan, prepare, without_code
 from kitae.verifiers.code.references import Asserts, CheckFunction, Stdio
-from kitae.verifiers.code.verdicts import Comparison, Verdict, is_doubted, judge_case, take_verdicts, total_score, used
+from kitae.verifiers.code.verdicts import OutputRule, Verdict, is_doubted, judge_case, take_verdicts, total_score, used
 from kitae.verifiers.options import service_options
 
 _NAMES = {"javascript": "nodejs"}  # languages that have other names in the API
@@ -89,7 +89,7 @@ async def remote_code(
 
     `total_limit`: seconds for one program with all its asserts. The options from `key_env` on are `Service`'s.
     """
-    how = Comparison(numbers, tolerance)
+    how = OutputRule(numbers, tolerance)
     prepared = prepare(response, reference, language, reward, how)
     if isinstance(prepared, Score):
         return prepared
@@ -108,7 +108,7 @@ async def remote_code(
 
 
 async def _run_cases(
-    service: Service, language: str, source: Source, tests: Stdio, limits: Limits, how: Comparison
+    service: Service, language: str, source: Source, tests: Stdio, limits: Limits, how: OutputRule
 ) -> list[Verdict]:
     async def one(number: int, stdin: str, stdout: str) -> Verdict:
         report = await _post(service, language, variants(source)[0], stdin, limits.time_limit, limits.memory_mb)

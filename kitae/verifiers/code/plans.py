@@ -13,7 +13,7 @@ from kitae.verifiers.code.analysis import as_assert, names_of, settled, visible_
 from kitae.verifiers.code.extraction import Source, completions, defines, extract_code, typing_names, variants
 from kitae.verifiers.code.languages import LANGUAGES
 from kitae.verifiers.code.references import Asserts, Calls, CheckFunction, Stdio, Tests, read_tests
-from kitae.verifiers.code.verdicts import Comparison, wrong
+from kitae.verifiers.code.verdicts import OutputRule, wrong
 
 COMPILE_LIMIT = 30.0
 _MAX_CODE = 2**20  # characters
@@ -21,7 +21,7 @@ _JAVA_CLASS_RE = re.compile(r"\bpublic\s+(?:final\s+|abstract\s+)*class\s+(\w+)"
 
 
 def prepare(
-    response: str, reference: Any, language: str, reward: str, how: Comparison
+    response: str, reference: Any, language: str, reward: str, how: OutputRule
 ) -> tuple[Source, Asserts | Stdio | CheckFunction] | Score:
     """The code and its tests; or the score, if something in options, reference or response already decides it."""
     if problem := _check_options(language, reward, how):
@@ -138,7 +138,7 @@ def _wanted_names(tests: Tests) -> list[str]:
             return []
 
 
-def _check_options(language: str, reward: str, how: Comparison) -> str:
+def _check_options(language: str, reward: str, how: OutputRule) -> str:
     if language not in LANGUAGES:
         return f"language must be one of {', '.join(LANGUAGES)}, got {language!r}"
     if reward not in ("all", "rate"):

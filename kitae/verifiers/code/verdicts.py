@@ -16,7 +16,7 @@ _MAX_DETAIL = 300
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class OutputRule:
     """How outputs are compared: word by word; with `numbers`, words that are numbers by their value (`2.50` is `2.5`),
     which may differ by `tolerance`, absolutely or relatively to the expected one."""
 
@@ -24,7 +24,7 @@ class Comparison:
     tolerance: float = 0.0
 
 
-def same_output(got: str, want: str, how: Comparison | None = None) -> bool:
+def same_output(got: str, want: str, how: OutputRule | None = None) -> bool:
     """Whether two outputs have the same words on the same lines; blank lines and the width of gaps do not matter."""
     ours, theirs = _words(got), _words(want)
     if ours == theirs or how is None or not how.numbers or [*map(len, ours)] != [*map(len, theirs)]:
@@ -90,7 +90,7 @@ def used(verdicts: list[Verdict]) -> list[Verdict]:
     return verdicts
 
 
-def judge_case(report: Report, stdout: str, name: str, how: Comparison) -> Verdict:
+def judge_case(report: Report, stdout: str, name: str, how: OutputRule) -> Verdict:
     """The verdict on a run: it must end normally and print the expected output."""
     output = report.output.decode(errors="replace")
     if report.status == "ended" and not same_output(output, stdout, how):

@@ -14,7 +14,7 @@ import pytest
 from kitae.data.formats import find_reader, read_row
 from kitae.verifiers.code.code_verifier import code
 from kitae.verifiers.code.references import Calls, Stdio, read_tests
-from kitae.verifiers.code.verdicts import Comparison, same_output
+from kitae.verifiers.code.verdicts import OutputRule, same_output
 
 needs_sandbox = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
 
@@ -141,7 +141,7 @@ def test_programs_are_judged_by_them(response: str, tests: Any, value: float) ->
     ],
 )
 def test_numbers_are_compared_by_value(got: str, want: str, numbers: bool, tolerance: float, same: bool) -> None:
-    assert same_output(got, want, Comparison(numbers, tolerance)) is same
+    assert same_output(got, want, OutputRule(numbers, tolerance)) is same
 
 
 @needs_sandbox
