@@ -473,7 +473,7 @@ def _reference_number(text: str) -> Decimal | None:
 def final_number(text: str) -> Decimal | None:
     """The number that `number` reads in a response, or None."""
     text = spaced(after_thought(text))
-    if r"\boxed" in text and (boxed := boxed_answer(text)) != last_boxed(text):  # several, side by side
+    if text.count(r"\boxed") > 1 and (boxed := boxed_answer(text)) != last_boxed(text):  # several, side by side
         return _first_number(boxed or "")
     text = _LATEX_COMMA_RE.sub(",", inside_tag(text, "answer") or text)
     for answer in marked_answers(text):

@@ -35,7 +35,7 @@ def visible(text: str) -> str:
     and direction characters, soft hyphens, variation selectors, tags, fillers and control characters. White space
     stays."""
     if text.isascii():
-        return _ASCII_UNSEEN_RE.sub("", text)
+        return text if _is_plain(text) else _ASCII_UNSEEN_RE.sub("", text)
     return str(_UNSEEN_RE.sub("", unicodedata.normalize("NFKC", text)))
 
 
@@ -43,8 +43,13 @@ def spaced(text: str) -> str:
     """The text with a space for everything unseen, so that digits with it between them are no number; wide digits and
     letters become plain ones."""
     if text.isascii():
-        return _ASCII_UNSEEN_RE.sub(" ", text)
+        return text if _is_plain(text) else _ASCII_UNSEEN_RE.sub(" ", text)
     return str(_UNSEEN_RE.sub(" ", unicodedata.normalize("NFC", text).translate(_WIDE)))
+
+
+def _is_plain(text: str) -> bool:
+    """Whether a text in ASCII has no control characters but line breaks: far faster than to look for them."""
+    return text.replace("\n", "").isprintable()
 
 
 def has_content(text: str) -> bool:
@@ -61,13 +66,16 @@ def tokens(text: str) -> list[str]:
 def said_words(text: str) -> list[str]:
     """The words of a text without the marks around them. Several that are joined by other signs than spaces are several
     words, and a run of letters that is longer than any word is split into letters."""
-    return [word for token in tokens(visible(text)) for word in _words_in(token)]
+    words: list[str] = []
+    for token in tokens(visible(text)):
+        if token.isalpha() and len(token) <= _LONG_WORD:  # most
+            words.append(token)
+        else:
+            words.extend(_words_in(token))
+    return words
 
 
 def _words_in(token: str) -> Iterator[str]:
-    if token.isalpha() and len(token) <= _LONG_WORD:  # most
-        yield token
-        return
     word = _WORD_RE.search(token)
     if word is None:
         return

@@ -46,10 +46,6 @@ def same(gold: Node, got: Node, tolerance: float = 0.0) -> bool | None:
     """Whether two answers are equivalent; each kind of answer has a rule of its own below."""
     if "whole" in (gold.kind, got.kind):
         return (gold.kind, gold.value) == (got.kind, got.value) and same(gold.args[0], got.args[0], tolerance)
-    if "vec i" in (vectors := names_in(gold) | names_in(got)) or not vectors.isdisjoint(("vec j", "vec k")):
-        left, right = as_tuple(gold), as_tuple(got)
-        if left is not gold or right is not got:
-            return same(left, right, tolerance)
     if gold.kind == "relation" or got.kind == "relation":
         return _same_relations(gold, got, tolerance)
     if "family" in (gold.kind, got.kind) and not mentions_sign(gold) and not mentions_sign(got):
@@ -137,39 +133,6 @@ def _line(node: Node, name: str) -> tuple[Node, Node] | None:
         return (start, step) if even and not same_number(step, number_node("0")) else None
     except Unreadable:
         return None
-
-
-_UNIT_VECTORS = ("vec i", "vec j", "vec k")
-
-
-def as_tuple(node: Node) -> Node:
-    """2**i** - 3**j** → (2, -3)."""
-    used = names_in(node) & set(_UNIT_VECTORS)
-    if not used or not _is_linear(node):
-        return node
-    size = 3 if "vec k" in used else 2
-    zero, one = number_node("0"), number_node("1")
-    return Node(
-        "sequence",
-        tuple(
-            substituted(node, {name: one if name == unit else zero for name in _UNIT_VECTORS})
-            for unit in _UNIT_VECTORS[:size]
-        ),
-        "()",
-    )
-
-
-def _is_linear(node: Node) -> bool:
-    """Whether the tree is a sum of multiples of unit vectors."""
-    if node.kind in ("add", "neg"):
-        return all(map(_is_linear, node.args))
-    if node.kind == "mul":
-        return sum(bool(names_in(part) & set(_UNIT_VECTORS)) for part in node.args) == 1 and any(
-            map(_is_linear, node.args)
-        )
-    if node.kind == "div":
-        return _is_linear(node.args[0]) and not names_in(node.args[1]) & set(_UNIT_VECTORS)
-    return node.kind == "name" and node.value in _UNIT_VECTORS
 
 
 def _same_quantity(gold: Node, got: Node, tolerance: float) -> bool | None:

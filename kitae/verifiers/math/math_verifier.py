@@ -62,13 +62,12 @@ def math(
         return Score(0.0, detail="no answer in the response")
     if len(answer) > _MAX_ANSWER:
         return Score(0.0, detail=f"the answer must have at most {_MAX_ANSWER} characters, got {len(answer)}")
-    said = stated_answer(answer)
     for gold in golds:
-        if said is not None and same_answer(gold, said, tolerance):
-            return Score(1.0)
         if same_answer(gold, answer, tolerance) or _is_whole(response, gold, order) or _chooses(response, gold, order):
             return Score(1.0)
         if "boxed" in order and _is_in_boxes(response, gold, tolerance):
+            return Score(1.0)
+        if (said := stated_answer(answer)) is not None and same_answer(gold, said, tolerance):
             return Score(1.0)
     return Score(0.0, detail=f"got {answer[:100]!r}, want {' or '.join(golds)[:100]!r}")
 

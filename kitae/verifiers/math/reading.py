@@ -11,7 +11,7 @@ from kitae.verifiers.math.cleanup import tidy
 from kitae.verifiers.math.lexer import split_tokens
 from kitae.verifiers.math.number_words import digits_for_words
 from kitae.verifiers.math.parser import Parser
-from kitae.verifiers.math.tree import Node, Unreadable, negated, number_node
+from kitae.verifiers.math.tree import Node, Unreadable, as_tuple, negated, number_node
 from kitae.verifiers.math.units import is_known_unit
 
 _GROUPED_RE = re.compile(r"(?<![0-9.,])([1-9][0-9]{0,2})((?:(?:\{,\}|,)[0-9]{3})+)(?![0-9]|,[0-9])")
@@ -75,7 +75,8 @@ def read(text: str) -> tuple[Node, ...]:
         with suppress(Unreadable):
             tokens = split_tokens(_DECIMAL_COMMA_RE.sub(".", version))
             if tokens:
-                readings.append(Parser(tokens).parse())
+                tree = Parser(tokens).parse()
+                readings.append(as_tuple(tree) if r"\vec" in version else tree)
     if not readings and (implied := _IMPLIED_RE.fullmatch(plain)):  # 2x = 6 ⇒ x = 3
         return read(implied[1])
     if not readings and _CHAIN_RE.fullmatch(

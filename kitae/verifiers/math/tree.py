@@ -181,6 +181,39 @@ def substituted(node: Node, values: Mapping[str, Node]) -> Node:
     return node if parts == node.args else Node(node.kind, parts, node.value)
 
 
+_UNIT_VECTORS = ("vec i", "vec j", "vec k")
+
+
+def as_tuple(node: Node) -> Node:
+    """2**i** - 3**j** → (2, -3)."""
+    used = names_in(node) & set(_UNIT_VECTORS)
+    if not used or not _is_linear(node):
+        return node
+    size = 3 if "vec k" in used else 2
+    zero, one = number_node("0"), number_node("1")
+    return Node(
+        "sequence",
+        tuple(
+            substituted(node, {name: one if name == unit else zero for name in _UNIT_VECTORS})
+            for unit in _UNIT_VECTORS[:size]
+        ),
+        "()",
+    )
+
+
+def _is_linear(node: Node) -> bool:
+    """Whether the tree is a sum of multiples of unit vectors."""
+    if node.kind in ("add", "neg"):
+        return all(map(_is_linear, node.args))
+    if node.kind == "mul":
+        return sum(bool(names_in(part) & set(_UNIT_VECTORS)) for part in node.args) == 1 and any(
+            map(_is_linear, node.args)
+        )
+    if node.kind == "div":
+        return _is_linear(node.args[0]) and not names_in(node.args[1]) & set(_UNIT_VECTORS)
+    return node.kind == "name" and node.value in _UNIT_VECTORS
+
+
 def is_collection(node: Node) -> bool:
     return node.kind in ("list", "set", "sequence", "union") or mentions_sign(node)
 

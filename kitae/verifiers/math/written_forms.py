@@ -32,12 +32,16 @@ _PREFIXED = {"x": "16", "b": "2", "o": "8"}
 _CHOICES_RE = re.compile(
     r"[(\[]?\s*[A-J]\s*[)\].]?(?:\s*(?:,|;|&|\\&|and|,\s*and)\s*[(\[]?\s*[A-J]\s*[)\].]?)+", re.IGNORECASE
 )
+_HINT_RE = re.compile(  # what all such references have; most references have not
+    r"[0-9][:.h][0-9]{2}|[0-9]\s?[ap]\.?\s?m|noon|midnight|[0-9]_|[A-Z]\)?_|0[xXbBoO]|(?:^|\W)[A-J](?:\W|$)|^[A-J]{2,10}$"
+    rf"|[0-9][-/.][0-9]{{1,2}}[-/.][0-9]|\b(?i:{'|'.join(_MONTHS)})"
+)
 _LETTER_RE = re.compile(r"(?<![A-Za-z])[A-Ja-j](?![A-Za-z])")
 
 
 def same_form(gold: str, answer: str) -> bool | None:
     """Whether two answers of such a kind are the same; None where one of them is of none of the kinds."""
-    if len(gold) > 60 or len(answer) > 100:
+    if len(gold) > 60 or len(answer) > 100 or not _HINT_RE.search(gold):
         return None
     want, have = (TEXT_RE.sub(r" \1 ", TEXT_RE.sub(r" \1 ", tidy(text))).strip() for text in (gold, answer))
     rules: tuple[tuple[Callable[[str], Any], Callable[[str, str], Any], Callable[[Any, Any], bool | None]], ...] = (
