@@ -5,6 +5,7 @@ Spans of generation and verification belong to groups, and overlap; the others d
 """
 
 import json
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 from kitae.clock import now
 from kitae.errors import StoreError
+from kitae.store.disk import explained
 
 PARTS = ("generate", "verify", "train", "sync", "save", "evaluate")
 FILE = "timeline.jsonl"
@@ -31,8 +33,11 @@ class Timeline:
     def add(self, part: str, step: int, start: float, end: float) -> None:
         """Times are those of `kitae.clock.now`."""
         times = {"start": round(start + self._offset, 4), "end": round(end + self._offset, 4)}
-        with self._path.open("a") as file:
-            file.write(json.dumps({"part": part, "step": step, **times}) + "\n")
+        try:
+            with self._path.open("a") as file:
+                file.write(json.dumps({"part": part, "step": step, **times}) + "\n")
+        except OSError as error:
+            raise explained(self._path, error) from error
 
     @contextmanager
     def span(self, part: str, step: int) -> Iterator[None]:
@@ -44,13 +49,17 @@ class Timeline:
 
 
 def read(folder: Path) -> list[dict[str, Any]]:
+    """Lines that were cut off by a crash, or damaged, are left out."""
     rows = []
     if (folder / FILE).exists():
-        for line in (folder / FILE).read_text().splitlines():
+        for line in (folder / FILE).read_bytes().split(b"\n"):
             try:
-                rows.append(json.loads(line))
-            except ValueError:
-                continue  # cut off by a crash
+                row = json.loads(line)
+                times = math.isfinite(row["start"]) and math.isfinite(row["end"])
+                if times and row["part"] in PARTS and isinstance(row["step"], int):
+                    rows.append(row)
+            except (ValueError, TypeError, KeyError, OverflowError):
+                continue
     return rows
 
 

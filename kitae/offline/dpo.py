@@ -39,7 +39,7 @@ class DPO:
         self, trainer: Trainer, items: Iterable[Item], held_out: Sequence[Item], folder: Path, observer: Observer
     ) -> None:
         if self._loss.reference:
-            self._reference = ReferenceLogProbs(folder, observer)
+            self._reference = ReferenceLogProbs(folder, observer, self._config)
             await self._reference.add(trainer, (pair_of(i, x) for i, x in enumerate(chain(items, held_out))))
 
     async def batch(self, trainer: Trainer, items: Sequence[Item]) -> Batch:

@@ -40,7 +40,7 @@ class KTO:
     async def prepare(
         self, trainer: Trainer, items: Iterable[Item], held_out: Sequence[Item], folder: Path, observer: Observer
     ) -> None:
-        self._reference = ReferenceLogProbs(folder, observer)
+        self._reference = ReferenceLogProbs(folder, observer, self._config)
         units = ([sample_of(i, 0, x.sequences[0]), self._strange(i, x)] for i, x in enumerate(items))
         await self._reference.add(trainer, units)
         await self._reference.add(trainer, ([sample_of(i, 0, x.sequences[0])] for i, x in enumerate(held_out)))

@@ -6,6 +6,7 @@ after it exactly, and needs no journal for that.
 
 import asyncio
 from collections.abc import Awaitable
+from dataclasses import replace
 from typing import Any
 
 from kitae.clock import now
@@ -101,7 +102,8 @@ class OfflineLoop:
 
     async def save(self) -> None:
         await self.store.sync()
-        await self.store.checkpoints.save(self.frontier, self.trainer.save)
+        frontier = replace(self.frontier, claim=self.store.journal.claim())
+        await self.store.checkpoints.save(frontier, self.trainer.save)
 
     def evaluation(self, step: int) -> dict[str, Any] | None:
         """What an evaluation found, if it was made."""

@@ -1,25 +1,32 @@
 """Log-probs of the reference: computed once by the policy before its first step, kept in the folder of the run.
 
 So there is no second model in memory, a run that goes on finds what it had, and every epoch reads the same numbers. A
-sequence is known by its tokens and its mask: what the data calls it may change.
+sequence is known by its tokens and its mask: what the data calls it may change. A part has a checksum of what it says
+and of the model that it is of; one whose checksum does not match is removed, and computed again.
 """
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-from safetensors.numpy import load_file, save_file
+import numpy.typing as npt
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
 
+from kitae.config.root import StageConfig
 from kitae.observe.observer import Observer
 from kitae.store.disk import flush
+from kitae.store.sealed import seal
 from kitae.trainer.base import Column, Trainer
 from kitae.types import FloatArray, Sample
 
 FOLDER = "reference"
 COLUMN = Column.REFERENCE.value
 
+_TENSORS = ("keys", "lengths", "logp")
 _KEY = 16  # bytes
 _PART = 1024  # units computed between two files
 _TOLD = 64  # units computed between two words on how far it is
@@ -28,15 +35,16 @@ _TOLD = 64  # units computed between two words on how far it is
 class ReferenceLogProbs:
     """`folder` is that of the run; its `reference/00000.safetensors`, … hold a part of the sequences each.
 
-    observer: hears how far it is.
+    observer: hears how far it is. config: of the run.
     """
 
-    def __init__(self, folder: Path, observer: Observer) -> None:
+    def __init__(self, folder: Path, observer: Observer, config: StageConfig) -> None:
         self._folder = folder / FOLDER
         self._observer = observer
+        self._of = f"{config.run.seed} {config.model.model_dump_json()}"
         self._known: dict[bytes, FloatArray] = {}
         self._parts = 0
-        for part in sorted(self._folder.glob("*.safetensors")):
+        for part in sorted(self._folder.glob("[0-9][0-9][0-9][0-9][0-9].safetensors")):
             self._read(part)
 
     async def add(self, trainer: Trainer, units: Iterable[Sequence[Sample]]) -> None:
@@ -70,7 +78,7 @@ class ReferenceLogProbs:
             "lengths": np.array([len(x) for x in found.values()], dtype=np.int64),
             "logp": np.concatenate(list(found.values())).astype(np.float32),
         }
-        save_file(tensors, scratch)
+        save_file(tensors, scratch, {"seal": self._seal(tensors)})
         flush(scratch)
         scratch.rename(path)
         flush(self._folder)
@@ -78,12 +86,25 @@ class ReferenceLogProbs:
         self._known |= found
 
     def _read(self, path: Path) -> None:
-        tensors = load_file(path)
+        self._parts = int(path.stem) + 1
+        try:
+            with safe_open(path, "numpy") as file:
+                tensors: dict[str, npt.NDArray[Any]] = {name: file.get_tensor(name) for name in _TENSORS}
+                whole = (file.metadata() or {}).get("seal") == self._seal(tensors)
+        except (SafetensorError, OSError, ValueError, TypeError, AttributeError):
+            whole = False
+        if not whole:
+            self._observer.note(f"damage: {path} is not what was written, and is computed again")
+            path.unlink()
+            return
         keys = tensors["keys"].tobytes()
         ends = np.cumsum(tensors["lengths"])[:-1]
         for number, logp in enumerate(np.split(tensors["logp"], ends)):
             self._known[keys[number * _KEY : (number + 1) * _KEY]] = logp
-        self._parts = int(path.stem) + 1
+
+    def _seal(self, tensors: Mapping[str, npt.NDArray[Any]]) -> str:
+        values = (part for name in _TENSORS for part in (str(tensors[name].dtype), tensors[name].tobytes()))
+        return seal("reference", self._of, *values).hex()
 
 
 def _key(sample: Sample) -> bytes:

@@ -213,6 +213,7 @@ class Pipeline:
     async def save(self) -> None:
         """Checkpoint the frontier, once the disk has the journal of it. No update is made meanwhile."""
         frontier, state = self.frontier, self._state
+        frontier = replace(frontier, claim=self.store.journal.claim(frontier.step))
         await self.store.sync()
         await self.store.checkpoints.save(frontier, lambda folder: self.learner.save(folder, state))
 

@@ -19,7 +19,7 @@ from kitae.errors import StoreError
 from kitae.models.load import load_policy
 from kitae.store.checkpoints import Checkpoints, Frontier, step_of
 from kitae.store.journal import Journal
-from kitae.store.run_folder import Metrics, changes_of_learning, read_config
+from kitae.store.run_folder import Metrics, changes_of_learning, needed_again, read_config
 from kitae.trainer.learner import Learnt
 from kitae.trainer.start_trainer import local_trainer, make_learner
 
@@ -50,7 +50,7 @@ def replay(folder: Path, step: int, note: Callable[[str], None]) -> Replay:
     frontier, state = checkpoints.load(before[-1]) if before else (Frontier(0, 0), None)
     journal = Journal(folder / "journal.sqlite", read_only=True)
     try:
-        if changed := changes_of_learning(journal, frontier.step):
+        if changed := changes_of_learning(journal, frontier.step, needed_again(config)):
             raise StoreError(
                 f"step {step} cannot be computed again from step {frontier.step} with the settings that the run has "
                 f"now: {'; '.join(changed)}"

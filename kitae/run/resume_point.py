@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kitae.config.root import RLConfig, Root, StageConfig
-from kitae.errors import ConfigError, StoreError
+from kitae.errors import ConfigError, CorruptError, StoreError
 from kitae.evaluation.held_out import forget_after
 from kitae.observe.observer import Observer
 from kitae.store.checkpoints import START, Frontier
-from kitae.store.provenance import check_data, record_data
-from kitae.store.run_folder import LEARNING, Metrics, Result, RunStore, changes_of_learning
+from kitae.store.provenance import TrainedOn, check_data, check_models, record
+from kitae.store.run_folder import Metrics, Result, RunStore, changes_of_learning, needed_again
 from kitae.store.run_summary import look
 from kitae.store.time_limit import TimeLimit
 
@@ -26,25 +26,30 @@ from kitae.store.time_limit import TimeLimit
 class ResumePoint:
     """`ResumePoint(Frontier(step=20, updates=20), Path("…/checkpoints/step-000020"), last_step=23, …)`: steps 21 to 23
     are trained again, unless `forget` gives them up. state: of the trainer; None: the model as it is before the first
-    step. fingerprint: of the data."""
+    step. origin: the data and the models."""
 
     frontier: Frontier
     state: Path | None
     last_step: int
-    fingerprint: str
+    origin: TrainedOn
     forget: bool
 
 
-def resume_point(store: RunStore, fingerprint: str, checkpoint: str | None, forget: bool) -> ResumePoint:
+def resume_point(store: RunStore, origin: TrainedOn, checkpoint: str | None, forget: bool) -> ResumePoint:
     """The named checkpoint, or the newest. forget: steps after it are given up. Refuses what cannot go on from there:
-    fewer steps than were trained, other data, or other settings for steps that must be trained again as they were."""
+    a journal that has lost what it had, fewer steps than were trained, other data or models, or other settings for
+    steps that must be trained again as they were."""
     frontier, state = Frontier(0, 0), None
     if checkpoint != START and (checkpoint or store.checkpoints.names()):
         frontier, state = store.checkpoints.load(checkpoint)
-    config = store.config
+        _check_claim(store, frontier, state)
+    config, fingerprint = store.config, origin.data
+    if frontier.step or not forget:
+        way_out = f"start a new run, or train all steps with the new ones: --from {START} --forget"
+        check_models(store.journal, origin.models, way_out)
     if isinstance(config, StageConfig):
         _check_examples(config, store, frontier.step, fingerprint)
-        return ResumePoint(frontier, state, frontier.step, fingerprint, forget)
+        return ResumePoint(frontier, state, frontier.step, origin, forget)
     assert isinstance(config, RLConfig)
     last = frontier.step if forget else max(frontier.step, store.journal.last_step())
     _check_steps(config, store, frontier.step, last)
@@ -58,7 +63,21 @@ def resume_point(store: RunStore, fingerprint: str, checkpoint: str | None, forg
             f"ask the new ones from the start with --from {START} --forget, or in a new run from a model of your "
             "choice",
         )
-    return ResumePoint(frontier, state, last, fingerprint, forget)
+    return ResumePoint(frontier, state, last, origin, forget)
+
+
+def _check_claim(store: RunStore, frontier: Frontier, folder: Path) -> None:
+    journal = store.journal
+    if journal.meets(frontier.claim, frontier.step):
+        return
+    older = store.checkpoints.that_fits(journal.meets, frontier.step)
+    again = ", which trains all steps again on what the journal has" if older == START else ""
+    raise CorruptError(
+        f"checkpoint {folder} was saved when the journal had all that was trained up to step {frontier.step}, but "
+        f"{journal.path} has not: what it has ends at step {journal.last_step()}, or is of another run. Perhaps its "
+        "-wal was removed or damaged, or it was copied without it. Nothing was changed. Put back the journal that "
+        f"belongs to it, or go on from where it is whole with --from {older}{again}"
+    )
 
 
 def _check_examples(config: StageConfig, store: RunStore, step: int, fingerprint: str) -> None:
@@ -85,9 +104,9 @@ def _check_steps(config: RLConfig, store: RunStore, step: int, last: int) -> Non
         raise ConfigError(
             f"training.steps must be at least {last}, the steps that the run has trained, got {t.steps}; {way_out}"
         )
-    needed = LEARNING if t.schedule == "constant" else (*LEARNING, "training.steps")
+    needed = needed_again(config)
     refused = [text for key, text in store.changes.items() if key in needed]
-    refused += changes_of_learning(store.journal, step)
+    refused += changes_of_learning(store.journal, step, needed)
     if last > step and refused:
         raise ConfigError(
             f"steps {step + 1} to {last} come after the checkpoint and are trained again as they were, so "
@@ -96,14 +115,33 @@ def _check_steps(config: RLConfig, store: RunStore, step: int, last: int) -> Non
         )
 
 
+_ROUNDING = ("training.token_budget", "training.checkpoint_activations", "model.device")
+"""Changeable settings on which the order of sums depends."""
+
+
 async def begin_at(point: ResumePoint, store: RunStore, observer: Observer) -> None:
     """The first change of the run folder. The model was loaded before, so that nothing is touched where that fails."""
+    first, last, rows = point.frontier.step + 1, point.last_step, store.metrics.rows("step")
+    logged = max((row["step"] for row in rows), default=0)
+    for damage in store.damage:
+        observer.note(f"damage: {damage}")
+    if lines := store.metrics.damaged():
+        observer.note(f"damage: {store.metrics.path}: lines that are not what was written are left out: {lines}")
+    if not point.forget and logged > last and isinstance(store.config, RLConfig):
+        observer.note(
+            f"damage: the metrics have steps up to {logged}, and the journal has them up to {last}: what came after is "
+            "asked and sampled again"
+        )
     for change in store.changes.values():
         observer.note(f"changed for this run from here on: {change}")
+    if first <= last and (rounding := [k for k in store.changes if k in _ROUNDING or k.startswith("cluster.")]):
+        observer.note(
+            f"steps {first} to {last} are trained again with another {', '.join(rounding)}: they may round otherwise"
+        )
     await store.begin(point.frontier.step, point.forget)
     if lost := await store.journal.drop_unreadable():
         observer.note(f"answers that cannot be read are sampled again: {len(lost)}, the first: {lost[0]}")
-    await record_data(store.journal, point.fingerprint)
+    await record(store.journal, point.origin)
     forget_after(store.folder, point.last_step)
 
 

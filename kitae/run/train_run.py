@@ -31,8 +31,9 @@ from kitae.run.interrupts import Interrupts
 from kitae.run.plan import OfflinePlan, RLPlan, make_plan
 from kitae.run.resume_point import ResumePoint, begin_at, finished, resume_point
 from kitae.run.services import RunServices
-from kitae.store.checkpoints import Frontier
-from kitae.store.disk import flush
+from kitae.run.trained_on import trained_on
+from kitae.store.checkpoints import START, Frontier
+from kitae.store.disk import disk_errors, flush
 from kitae.store.permissions import private
 from kitae.store.run_folder import Result, RunStore
 from kitae.trainer.base import Trainer
@@ -63,8 +64,11 @@ def resume(
     forget: bool = False,
 ) -> Result:
     """Go on with a run from its last checkpoint, or the one named. A finished run is left as it is."""
-    with closing(RunStore.open(folder, overrides)) as store:
-        if forget and isinstance(store.config, StageConfig):
+    with (
+        disk_errors(folder),
+        closing(RunStore.open(folder, overrides, anew=forget and checkpoint == START)) as store,
+    ):
+        if forget and checkpoint != START and isinstance(store.config, StageConfig):
             raise ConfigError(
                 f"--forget gives up answers that were sampled after a checkpoint; a run of method.kind = "
                 f"{store.config.method.kind!r} samples none: --from CHECKPOINT alone goes back to an older one"
@@ -92,7 +96,11 @@ def _watched(
     services: RunServices, store: RunStore, audience: Audience, checkpoint: str | None, forget: bool
 ) -> Result:
     config, folder = store.config, store.folder
-    with audience.watch(config, folder) as screen, watched(config, config.observe, folder, screen) as observer:
+    with (
+        disk_errors(folder),
+        audience.watch(config, folder) as screen,
+        watched(config, config.observe, folder, screen) as observer,
+    ):
         services.note = observer.note
         try:
             return services.run(_until_done(services, store, observer, checkpoint, forget))
@@ -147,7 +155,7 @@ async def _attempt(
 ) -> Result:
     """From a checkpoint to the end of the run, or to Ctrl-C; what is started here is closed, whatever happens."""
     plan = services.plan
-    point = resume_point(store, plan.fingerprint(), checkpoint, forget)
+    point = resume_point(store, trained_on(plan), checkpoint, forget)
     async with AsyncExitStack() as stack:
         if (cluster := await open_cluster(plan.config.cluster, device=plan.config.model.device)) is not None:
             stack.push_async_callback(cluster.close)

@@ -6,8 +6,8 @@ journal must be on the disk first (`Journal.sync`).
 """
 
 import asyncio
-import hashlib
 import json
+import re
 import shutil
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass
@@ -16,10 +16,13 @@ from pathlib import Path
 
 from kitae.errors import CorruptError, DiskFullError, StoreError
 from kitae.store.disk import flush, is_full
+from kitae.store.sealed import file_seal
 
 _MANIFEST = "manifest.json"
 _FRONTIER = "frontier.json"
 _SCRATCH = ".partial-"
+
+_NAME = re.compile(r"step-\d{6,}")  # what else lies there, copies by hand say, is let be
 
 START = "start"
 """The name that stands for no checkpoint: the model as it was before the first step."""
@@ -32,14 +35,16 @@ def step_of(name: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Frontier:
-    """Where a run stands: `Frontier(step=20, updates=20)`.
+    """Where a run stands: `Frontier(step=20, updates=20, claim="9f3c0a1e…")`.
 
-    step: policy versions trained; updates: optimizer steps taken. All randomness of a run is a function of its seed and
+    step: policy versions trained; updates: optimizer steps taken; claim: what the journal must have of that
+    (`Journal.claim`). All randomness of a run is a function of its seed and
     of positions, so no generator state is needed; what was issued is in the journal.
     """
 
     step: int
     updates: int
+    claim: str = ""
 
 
 class Checkpoints:
@@ -51,7 +56,7 @@ class Checkpoints:
         """Complete checkpoints, oldest first."""
         if not self.folder.is_dir():
             return []
-        return sorted((p.name for p in self.folder.iterdir() if p.name.startswith("step-")), key=step_of)
+        return sorted((p.name for p in self.folder.iterdir() if p.is_dir() and _NAME.fullmatch(p.name)), key=step_of)
 
     async def save(self, frontier: Frontier, write: Callable[[Path], Awaitable[None]]) -> Path:
         """`write` fills the folder with the trainer's state. Old checkpoints go only after the new one is safe."""
@@ -79,7 +84,7 @@ class Checkpoints:
 
     def _commit(self, frontier: Frontier, scratch: Path, target: Path) -> None:
         (scratch / _FRONTIER).write_text(json.dumps(asdict(frontier)))
-        sums = {str(p.relative_to(scratch)): _checksum(p) for p in sorted(scratch.rglob("*")) if p.is_file()}
+        sums = {str(p.relative_to(scratch)): file_seal(p) for p in sorted(scratch.rglob("*")) if p.is_file()}
         (scratch / _MANIFEST).write_text(json.dumps(sums, indent=2))
         for path in (*scratch.rglob("*"), scratch):
             flush(path)
@@ -95,14 +100,27 @@ class Checkpoints:
         if chosen not in names:
             raise StoreError(f"no checkpoint {chosen!r} in {self.folder}; there are {', '.join(names)}")
         folder = self.folder / chosen
-        problem = _verify(folder)
+        problem = _verify(folder) or self._misplaced(folder)
         if problem:
             older = [START, *(n for n in names if step_of(n) < step_of(chosen))][-1]
             way_out = f"Go on from an older one with --from {older}."
             if older == START:
                 way_out = f"There is no older one; --from {START} trains all steps again, on the journalled rollouts."
             raise CorruptError(f"checkpoint {folder} is damaged: {problem}. Nothing was changed. {way_out}")
-        return Frontier(**json.loads((folder / _FRONTIER).read_text())), folder
+        return _frontier(folder), folder
+
+    def _misplaced(self, folder: Path) -> str | None:
+        step = _frontier(folder).step
+        return None if step == step_of(folder.name) else f"it is of step {step}"
+
+    def that_fits(self, meets: Callable[[str, int], bool], before: int) -> str:
+        """The name of the last checkpoint before a step that is whole, and whose claim is met; or `START`."""
+        for name in reversed(self.names()):
+            if step_of(name) < before and not _verify(self.folder / name):
+                found = _frontier(self.folder / name)
+                if meets(found.claim, found.step):
+                    return name
+        return START
 
     def forget_after(self, step: int) -> None:
         """Remove checkpoints of a future that a resume from an older one gives up."""
@@ -140,6 +158,10 @@ async def _to_its_end(work: Callable[[], None]) -> None:
         raise stopped
 
 
+def _frontier(folder: Path) -> Frontier:
+    return Frontier(**json.loads((folder / _FRONTIER).read_text()))
+
+
 def _verify(folder: Path) -> str | None:
     try:
         sums = dict(json.loads((folder / _MANIFEST).read_text()))
@@ -151,11 +173,6 @@ def _verify(folder: Path) -> str | None:
         path = folder / name
         if not path.is_file():
             return f"{name} is missing"
-        if (got := _checksum(path)) != expected:
+        if (got := file_seal(path)) != expected:
             return f"{name} has checksum {got[:12]}…, expected {expected[:12]}…"
     return None
-
-
-def _checksum(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

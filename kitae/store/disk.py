@@ -2,6 +2,8 @@
 
 import errno
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from kitae.errors import DiskFullError, StoreError
@@ -25,7 +27,7 @@ def write_whole(path: Path, text: str) -> None:
         os.replace(scratch, path)
         flush(path.parent)
     except OSError as error:
-        raise (DiskFullError if is_full(error) else StoreError)(f"cannot write {path}: {error}") from error
+        raise explained(path, error) from error
 
 
 def is_full(error: BaseException) -> bool:
@@ -34,3 +36,27 @@ def is_full(error: BaseException) -> bool:
         return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
     text = str(error).lower()
     return any(phrase in text for phrase in ("no space left", "disk quota", "file too large"))
+
+
+def explained(path: Path, error: OSError) -> StoreError:
+    return (DiskFullError if is_full(error) else StoreError)(
+        f"cannot write {path}: {error}; what was written before is safe"
+    )
+
+
+_OF_DISKS = (
+    errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM, errno.ENOENT,
+    errno.ENOTDIR, errno.EISDIR, errno.ENOTEMPTY, errno.ESTALE,
+)  # fmt: skip
+
+
+@contextmanager
+def disk_errors(folder: Path) -> Iterator[None]:
+    """What a disk may refuse at any time, below a folder or without a name, is an error of the user's machine."""
+    try:
+        yield
+    except OSError as error:
+        path = Path(str(error.filename)) if error.filename is not None else folder
+        if error.errno not in _OF_DISKS or not path.absolute().is_relative_to(folder.absolute()):
+            raise
+        raise explained(path, error) from error

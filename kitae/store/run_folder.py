@@ -4,6 +4,7 @@ config.json      the resolved settings
 journal.sqlite   prompts, rollouts, scores, fates, events
 columns/         what engines on a cluster sampled; the journal says where in there
 metrics.jsonl    one line per step; evaluations have "kind": "eval", and "suite" where it is not the run's own task
+metrics.seals    checksums of these lines
 timeline.jsonl   who worked when
 tokens/          numbers of single tokens, of a share of the samples
 evaluations/     answers to held-out prompts, of each evaluation
@@ -15,21 +16,23 @@ plot.png         reward, length, entropy over steps
 """
 
 import fcntl
+import itertools
 import json
 import math
-import os
 import re
 import shutil
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kitae.errors import ConfigChangedError, DiskFullError, StoreError
-from kitae.store.checkpoints import Checkpoints
-from kitae.store.disk import flush, is_full
+from kitae.errors import ConfigChangedError, ConfigError, CorruptError, StoreError
+from kitae.store.checkpoints import START, Checkpoints
+from kitae.store.disk import explained, flush, write_whole
 from kitae.store.journal import Journal
+from kitae.store.sealed import seal
 from kitae.store.time_limit import TimeLimit
 
 if TYPE_CHECKING:
@@ -110,6 +113,7 @@ class RunStore:
         self.folder = folder
         self.config = config
         self.changes: dict[str, str] = {}  # settings that are not as the run had them, by key
+        self.damage: list[str] = []  # what was found and mended when it was opened
         self._lock = lock(folder)
         try:
             self.journal = journal or Journal(folder / "journal.sqlite")
@@ -119,7 +123,7 @@ class RunStore:
         self.checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint.keep)
         self.checkpoints.clear_leftovers()
         shutil.rmtree(folder / ".model.partial", ignore_errors=True)  # of a killed export
-        self.metrics = Metrics(folder / "metrics.jsonl")
+        self.metrics = Metrics(folder / "metrics.jsonl", folder / "metrics.seals")
 
     @staticmethod
     def create(config: "Root") -> "RunStore":
@@ -129,28 +133,33 @@ class RunStore:
             folder = parent / f"{config.run.name}-{number:03d}"
             try:
                 folder.mkdir(parents=True)
-                (folder / "config.json").write_text(config.to_json())
-                flush(folder / "config.json")
+                write_whole(folder / "config.json", config.to_json())
             except FileExistsError:
                 continue
-            except OSError as error:
+            except (OSError, StoreError) as error:
                 raise StoreError(f"cannot make the run folder {folder}: {error}") from error
             return RunStore(folder, config)
         raise StoreError(f"no free run number for {config.run.name!r} in {parent}")
 
     @staticmethod
-    def open(folder: Path, overrides: Iterable[str] = ()) -> "RunStore":
+    def open(folder: Path, overrides: Iterable[str] = (), *, anew: bool = False) -> "RunStore":
         """An existing run, with some settings changed if they may be (`CHANGEABLE`), by `overrides` or in config.json.
+        Where that is damaged, its settings are those of the journal. anew: a damaged journal is set aside.
 
-        Nothing is written before `begin`.
+        Nothing else is written before `begin`.
         """
         from kitae.config.recipe import override_config, parse_config
 
-        config = read_config(folder)
+        config, damage = _settings(folder)
         if wanted := list(overrides):
             config = override_config(config, wanted)
+        if anew and (problem := _journal_problem(folder)):
+            damage.append(f"{problem}. It was set aside as {_set_aside(folder)}, and the run begins anew")
         store = RunStore(folder, config)
+        store.damage = damage
         try:
+            with _way_out():
+                store.journal.check()
             original = store.journal.meta("config")
             store.changes = _differences(parse_config(json.loads(original)), config) if original is not None else {}
             if refused := [text for key, text in store.changes.items() if not _is_changeable(key)]:
@@ -158,7 +167,7 @@ class RunStore:
                     "a run keeps most of its settings; these were changed and cannot be:\n  "
                     + "\n  ".join(refused)
                     + f"\nThese can: {', '.join(CHANGEABLE)}. For the others start a new run, from this one's model if "
-                    f"you like: kitae train … model.path={folder}"
+                    f"you like: kitae train … model.path={folder}. Remove config.json to go on with what they were"
                 )
         except BaseException:
             store.close()
@@ -171,10 +180,7 @@ class RunStore:
         A process that is killed in here leaves settings that count as changed again, or fewer checkpoints; never a
         checkpoint of what is forgotten.
         """
-        scratch = self.folder / ".config.partial"
-        scratch.write_text(self.config.to_json())
-        flush(scratch)
-        os.replace(scratch, self.folder / "config.json")
+        write_whole(self.folder / "config.json", self.config.to_json())
         self.checkpoints.forget_after(step)
         events = [("start", f"step {step}"), *([("forgot", f"after step {step}")] if forget else [])]
         events += [("changed", f"after step {step}: {text}") for text in self.changes.values()]
@@ -195,46 +201,73 @@ class RunStore:
 
 
 class Metrics:
-    """Append-only lines of JSON."""
+    """Append-only lines of JSON. seals: a file for the checksum of each, which is written first; None: who only looks
+    at them compares nothing."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, seals: Path | None = None) -> None:
         self.path = path
+        self._seals = seals
 
     def append(self, row: dict[str, Any]) -> None:
-        try:
-            with self.path.open("a") as file:
-                file.write(json.dumps({k: _finite(v) for k, v in row.items()}, allow_nan=False) + "\n")
-        except OSError as error:
-            kind = DiskFullError if is_full(error) else StoreError
-            raise kind(f"cannot write {self.path}: {error}; the steps before are safe") from error
+        line = json.dumps({k: _finite(v) for k, v in row.items()}, allow_nan=False)
+        for path, text in ((self._seals, _line_seal(line)), (self.path, line)):
+            if path is None:
+                continue
+            try:
+                with path.open("a") as file:
+                    file.write(text + "\n")
+            except OSError as error:
+                raise explained(path, error) from error
 
     def rows(self, kind: str | None = None) -> list[dict[str, Any]]:
-        """All complete lines, or those of one kind: "step" or "eval"."""
-        if not self.path.exists():
-            return []
-        rows = []
-        for line in self.path.read_text().splitlines():
-            try:
-                rows.append(json.loads(line))
-            except ValueError:
-                continue  # a line cut off by a crash
-        return [r for r in rows if kind is None or r["kind"] == kind]
+        """All whole lines, or those of one kind: "step" or "eval"."""
+        return [row for row in self._read()[0] if kind is None or row["kind"] == kind]
+
+    def damaged(self) -> int:
+        """How many lines are not what was written, or not there. The last one may have been cut off by a crash."""
+        return self._read()[1]
+
+    def _read(self) -> tuple[list[dict[str, Any]], int]:
+        lines = _lines_of(self.path)
+        seals, sealed = _lines_of(self._seals), {_line_seal(line) for line in lines}
+        lost = [each for each in seals[:-1] if each not in sealed]
+        if lost:  # then a line without a checksum is one of these; else a loss of power took its checksum
+            lines = [line for line in lines if _line_seal(line) in seals]
+        return [row for line in lines if (row := _row_of(line)) is not None], len(lost)
 
     def seconds(self) -> float:
         """What all steps have taken."""
         return sum(row["step_seconds"] for row in self.rows("step"))
 
     def sync(self) -> None:
-        if self.path.exists():
-            flush(self.path)
+        for path in (self.path, self._seals):
+            if path is not None and path.exists():
+                flush(path)
 
     def rewind(self, step: int) -> None:
         """Drop the lines of steps after a checkpoint; they will be written again."""
-        kept = [r for r in self.rows() if r["step"] <= step]
-        scratch = self.path.with_suffix(".partial")
-        scratch.write_text("".join(json.dumps(r) + "\n" for r in kept))
-        flush(scratch)
-        os.replace(scratch, self.path)
+        kept = [json.dumps(row) for row in self.rows() if row["step"] <= step]
+        write_whole(self.path, "".join(f"{line}\n" for line in kept))
+        if self._seals is not None:
+            write_whole(self._seals, "".join(f"{_line_seal(line)}\n" for line in kept))
+
+
+def _lines_of(path: Path | None) -> list[str]:
+    """Those that are complete."""
+    content = path.read_bytes() if path is not None and path.exists() else b""
+    return [line.decode("utf-8", "replace") for line in content.split(b"\n")[:-1]]
+
+
+def _line_seal(line: str) -> str:
+    return seal("metrics", line).hex()
+
+
+def _row_of(line: str) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+        return row if isinstance(row["kind"], str) and isinstance(row["step"], int) else None
+    except (ValueError, TypeError, KeyError):
+        return None
 
 
 def _finite(value: Any) -> Any:
@@ -258,20 +291,97 @@ def read_config(folder: Path) -> "Root":
         raise StoreError(f"{path} is not valid JSON: {error}") from None
 
 
+def _settings(folder: Path) -> "tuple[Root, list[str]]":
+    """Those of config.json; or, where it is missing or no JSON, those that the journal has, and what is to be said."""
+    from kitae.config.recipe import parse_config
+
+    try:
+        return read_config(folder), []
+    except ConfigError as error:
+        raise type(error)(
+            f"{folder / 'config.json'}: {error}\nMend it, or remove it: the run then goes on with the settings that "
+            "its journal has"
+        ) from error
+    except StoreError as error:
+        text = _journalled(folder)
+        if text is None:
+            raise
+        if not (folder / "config.json").exists():  # by which a run is known
+            write_whole(folder / "config.json", text)
+        said = f"{error}: the run goes on with the settings that its journal has"
+        return parse_config(json.loads(text)), [said]
+
+
+def _journalled(folder: Path) -> str | None:
+    """The settings that the journal has, if it can be read."""
+    try:
+        journal = Journal(folder / "journal.sqlite", read_only=True)
+    except StoreError:
+        return None
+    try:
+        return journal.meta("config")
+    except StoreError:
+        return None
+    finally:
+        journal.close()
+
+
+@contextmanager
+def _way_out() -> Iterator[None]:
+    try:
+        yield
+    except CorruptError as error:
+        raise CorruptError(
+            f"{error}. Nothing was changed. Put a copy of the journal in its place, or begin anew with --from {START} "
+            "--forget, which sets it aside"
+        ) from error
+
+
+def _journal_problem(folder: Path) -> str:
+    """Why the journal cannot be used; an empty text: it can."""
+    try:
+        journal = Journal(folder / "journal.sqlite")
+    except StoreError as error:
+        return str(error)
+    try:
+        journal.check()
+    except StoreError as error:
+        return str(error)
+    finally:
+        journal.close()
+    return ""
+
+
+def _set_aside(folder: Path) -> Path:
+    """Give the journal another name; that name."""
+    names = (folder / f"journal.damaged-{number}.sqlite" for number in itertools.count(1))
+    name = next(path for path in names if not path.exists())
+    for ending in ("", "-wal", "-shm"):
+        part = folder / f"journal.sqlite{ending}"
+        if part.exists():
+            part.rename(f"{name}{ending}")
+    return name
+
+
 def _differences(before: "Root", now: "Root") -> dict[str, str]:
     """`{"training.lr": "training.lr: was 1e-05, is 1e-06"}`"""
     old, new = before.flat(), now.flat()
     return {key: f"{key}: was {old[key]!r}, is {new[key]!r}" for key in old if old[key] != new.get(key)}
 
 
-def changes_of_learning(journal: Journal, step: int) -> list[str]:
+def needed_again(config: "Root") -> tuple[str, ...]:
+    """Settings without which a past step of this run cannot be trained again as it was."""
+    return LEARNING if config.training.schedule == "constant" else (*LEARNING, "training.steps")
+
+
+def changes_of_learning(journal: Journal, step: int, keys: Collection[str]) -> list[str]:
     """What was recorded about changes after this step, without which the steps from there on were trained otherwise:
     `["after step 20: training.lr: was 1e-05, is 1e-06"]`."""
     found: list[tuple[int, str]] = []
     for _, kind, detail in journal.events():
         if kind == "forgot":
             found = [(after, text) for after, text in found if after <= int(detail.rpartition(" ")[2])]
-        elif kind == "changed" and (change := _CHANGE.match(detail)) is not None and change[2] in LEARNING:
+        elif kind == "changed" and (change := _CHANGE.match(detail)) is not None and change[2] in keys:
             found.append((int(change[1]), detail))
     return [text for after, text in found if after > step]
 

@@ -10,7 +10,7 @@
 
 A worker has one job at a time, so a lost worker costs one check, and its score says so: what it means to have used all
 of one's processor time is the verifier's `on_timeout`; everything else that goes wrong is an error, never a 0. A check
-that the machine kept from its processor time is made once more.
+that the machine kept from its processor time, or whose worker was killed from outside, is made once more.
 
 Built-in verifiers that only wait for a server (`async def`) need no worker: they run in the event loop, many at a time.
 """
@@ -19,6 +19,7 @@ import asyncio
 import inspect
 import itertools
 import json
+import re
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
@@ -50,6 +51,7 @@ _LEAST, _MOST, _YOUNG = 0.0008, 0.5, 0.005  # seconds between which that lies; t
 _WARM = 50  # checks after which a worker is not young: it has its own copy of the memory that it writes to
 _ASIDE = 256  # checks set aside at most, for each worker
 _LINES, _MINUTE, _LINE = 20, 60.0, 500  # printed lines that are shown in so many seconds; characters of one
+_KILLED = re.compile(r"killed by signal (9|15)\b")  # a check that does this to its own worker does it again
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -201,7 +203,7 @@ class VerifierPool:
             job = json.dumps({"response": response, "reference": reference, "context": dict(context)})
         except (TypeError, ValueError, RecursionError) as error:
             return Score.error(f"reference and context must be JSON values: {error}")
-        score, starved = None, False
+        score, starved, killed = None, False, False
         loaded = self._template.greeting
         lane = 0 if loaded.repeatable else len(_TRIES)
         while score is None:
@@ -218,7 +220,9 @@ class VerifierPool:
                     starved = True
                     self.stats.retries += 1
             except WorkerDied as death:
-                score = Score.error(f"verifier worker died: {death}")
+                if killed or not _KILLED.search(str(death)):
+                    score = Score.error(f"verifier worker died: {death}")
+                killed = True
         return score
 
     def _timed_out(self, reason: str) -> Score:
