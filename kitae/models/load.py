@@ -320,6 +320,7 @@ def ready_device(config: ModelConfig) -> "torch.device":
 def load_policy(config: ModelConfig, seed: int = 0) -> "Policy":
     """Load model and tokenizer onto the device, in the dtype of the computation, with LoRA if asked for."""
     import torch
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
     from kitae.models import attention_seam
@@ -337,7 +338,7 @@ def load_policy(config: ModelConfig, seed: int = 0) -> "Policy":
                 trust_remote_code=config.trust_remote_code,
             )
             tokenizer = _load_tokenizer(config, folder)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise ModelError(f"cannot load {config.path!r} from {folder}: {error}") from error
     model = prepared(model, config, device)
     if config.lora_rank:

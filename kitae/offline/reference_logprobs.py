@@ -73,7 +73,7 @@ class ReferenceLogProbs:
         self._folder.mkdir(exist_ok=True)
         path = self._folder / f"{self._parts:05}.safetensors"
         scratch = path.with_suffix(".partial")
-        tensors = {
+        tensors: dict[str, npt.NDArray[Any]] = {
             "keys": np.frombuffer(b"".join(found), dtype=np.uint8),
             "lengths": np.array([len(x) for x in found.values()], dtype=np.int64),
             "logp": np.concatenate(list(found.values())).astype(np.float32),
@@ -89,7 +89,7 @@ class ReferenceLogProbs:
         self._parts = int(path.stem) + 1
         try:
             with safe_open(path, "numpy") as file:
-                tensors: dict[str, npt.NDArray[Any]] = {name: file.get_tensor(name) for name in _TENSORS}
+                tensors = {name: file.get_tensor(name) for name in _TENSORS}
                 whole = (file.metadata() or {}).get("seal") == self._seal(tensors)
         except (SafetensorError, OSError, ValueError, TypeError, AttributeError):
             whole = False

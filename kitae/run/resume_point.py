@@ -15,6 +15,7 @@ from kitae.config.root import RLConfig, Root, StageConfig
 from kitae.errors import ConfigError, CorruptError, StoreError
 from kitae.evaluation.held_out import forget_after
 from kitae.observe.observer import Observer
+from kitae.run.model_files import model_files
 from kitae.store.checkpoints import START, Frontier
 from kitae.store.provenance import TrainedOn, check_data, check_models, record
 from kitae.store.run_folder import Metrics, Result, RunStore, changes_of_learning, needed_again
@@ -35,18 +36,20 @@ class ResumePoint:
     forget: bool
 
 
-def resume_point(store: RunStore, origin: TrainedOn, checkpoint: str | None, forget: bool) -> ResumePoint:
+def check_models_of(store: RunStore) -> None:
+    """`ModelError` if a model is not the one that the run began with."""
+    check_models(store.journal, model_files(store.config))
+
+
+def resume_point(store: RunStore, fingerprint: str, checkpoint: str | None, forget: bool) -> ResumePoint:
     """The named checkpoint, or the newest. forget: steps after it are given up. Refuses what cannot go on from there:
-    a journal that has lost what it had, fewer steps than were trained, other data or models, or other settings for
-    steps that must be trained again as they were."""
+    a journal that has lost what it had, fewer steps than were trained, other data, or other settings for steps that
+    must be trained again as they were."""
     frontier, state = Frontier(0, 0), None
     if checkpoint != START and (checkpoint or store.checkpoints.names()):
         frontier, state = store.checkpoints.load(checkpoint)
         _check_claim(store, frontier, state)
-    config, fingerprint = store.config, origin.data
-    if frontier.step or not forget:
-        way_out = f"start a new run, or train all steps with the new ones: --from {START} --forget"
-        check_models(store.journal, origin.models, way_out)
+    config, origin = store.config, TrainedOn(fingerprint, model_files(store.config))
     if isinstance(config, StageConfig):
         _check_examples(config, store, frontier.step, fingerprint)
         return ResumePoint(frontier, state, frontier.step, origin, forget)

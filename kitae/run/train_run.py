@@ -29,9 +29,8 @@ from kitae.rl.loops import Pipeline
 from kitae.run.assembly import serve_first_version, start_learning, start_offline_trainer, start_serving
 from kitae.run.interrupts import Interrupts
 from kitae.run.plan import OfflinePlan, RLPlan, make_plan
-from kitae.run.resume_point import ResumePoint, begin_at, finished, resume_point
+from kitae.run.resume_point import ResumePoint, begin_at, check_models_of, finished, resume_point
 from kitae.run.services import RunServices
-from kitae.run.trained_on import trained_on
 from kitae.store.checkpoints import START, Frontier
 from kitae.store.disk import disk_errors, flush
 from kitae.store.permissions import private
@@ -87,6 +86,8 @@ def go_on(store: RunStore, audience: Audience, checkpoint: str | None = None, fo
     """Train in a folder that is there, and close it. Steps after the checkpoint are trained again as they were, or
     given up with `forget`."""
     with private(store.config.run.shared), closing(store):
+        if not forget:  # before anybody reads a file of theirs
+            check_models_of(store)
         plan = make_plan(store.config, audience.note)
         with RunServices(plan, audience.note) as services:
             return _watched(services, store, audience, checkpoint, forget)
@@ -155,7 +156,7 @@ async def _attempt(
 ) -> Result:
     """From a checkpoint to the end of the run, or to Ctrl-C; what is started here is closed, whatever happens."""
     plan = services.plan
-    point = resume_point(store, trained_on(plan), checkpoint, forget)
+    point = resume_point(store, plan.fingerprint(), checkpoint, forget)
     async with AsyncExitStack() as stack:
         if (cluster := await open_cluster(plan.config.cluster, device=plan.config.model.device)) is not None:
             stack.push_async_callback(cluster.close)

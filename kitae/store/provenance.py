@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from kitae.errors import DataError, ModelError
+from kitae.store.checkpoints import START
 from kitae.store.journal import Journal
 
 _DATA, _MODELS = "data", "models"  # the events that say what the run trains on
@@ -25,7 +26,7 @@ def check_data(journal: Journal, fingerprint: str, what: str, way_out: str) -> N
         raise DataError(f"{what} or what is held out was changed since then. Put it back; or {way_out}")
 
 
-def check_models(journal: Journal, models: Mapping[str, str], way_out: str) -> None:
+def check_models(journal: Journal, models: Mapping[str, str]) -> None:
     """Refuse to go on with other models than before: the one that is trained, and those that it learns from."""
     known = json.loads(_known(journal, _MODELS) or "{}")
     changed = sorted(path for path in {*known, *models} if known.get(path) != models.get(path)) if known else []
@@ -33,7 +34,7 @@ def check_models(journal: Journal, models: Mapping[str, str], way_out: str) -> N
         more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
         raise ModelError(
             f"the models must be those that the run began with, but {changed[0]}{more} was changed, added or removed "
-            f"since then. Put it back; or {way_out}"
+            f"since then. Put it back; or start a new run, or give all steps up: --from {START} --forget"
         )
 
 

@@ -233,6 +233,27 @@ def test_a_worker_that_dies(hostile: str) -> None:
     assert pool.stats.restarts == pool.stats.errors == len(cases)
 
 
+def test_a_worker_that_is_killed_from_outside_costs_nothing(tmp_path: Path) -> None:
+    own = tmp_path / "own.py"
+    own.write_text(
+        "import os\nfrom pathlib import Path\n"
+        "def score(response, reference, context):\n"
+        "    mark = Path(reference)\n"
+        "    if response == 'always' or not mark.exists():\n"
+        "        mark.touch()\n"
+        "        os.kill(os.getpid(), 9)\n"
+        "    return 1.0\n"
+    )
+
+    async def test(pool: VerifierPool) -> list[Score]:
+        return [await pool.score(response, str(tmp_path / "mark")) for response in ("once", "always")]
+
+    (once, always), pool = run(test, f"{own}:score", workers=1)
+    assert once == Score(1.0)
+    assert not always.valid and "killed by signal 9" in always.detail
+    assert (pool.stats.errors, pool.stats.restarts) == (1, 3)
+
+
 def test_a_forked_worker_cannot_answer_for_another_job(hostile: str) -> None:
     async def test(pool: VerifierPool) -> list[Score]:
         return [await pool.score(response, None) for response in ("fork", "parts", "numpy", "numpy", "numpy")]
