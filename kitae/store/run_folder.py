@@ -237,7 +237,7 @@ class Metrics:
 
     def seconds(self) -> float:
         """What all steps have taken."""
-        return sum(row["step_seconds"] for row in self.rows("step"))
+        return sum(float(row["step_seconds"]) for row in self.rows("step"))
 
     def sync(self) -> None:
         for path in (self.path, self._seals):
