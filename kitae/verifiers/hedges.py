@@ -37,8 +37,11 @@ _FILLER += r"|option|choice))*"
 _OPENING = r"[\s*_\"'`$({\[]*(?:\\(?:text|mathrm|textbf|mathbf|boxed)\s*\{\s*|\\[(\[]\s*)*"
 _DENIED_BEFORE_RE = re.compile(
     rf"(?:(?<![^\W_])(?:not|never|neither|nor|cannot|none(?:\s+of\s+(?:them|these|those|the\s+above))?,?|nicht|pas|nie"
-    r"|(?:any|every|all|some|no)(?:thing|one|body|\s+numbers?|\s+values?|\s+options?|\s+letters?)?(?:\s+else)?\s+(?:but|except|besides"
-    r"|other\s+than|save)|except(?:\s+for)?|excluding|besides|without|other\s+than|instead\s+of|unlike|opposite\s+of|negation\s+of"
+    r"|(?:any|every|all|some|no)(?:thing|one|body|\s+numbers?|\s+values?|\s+options?|\s+letters?)?(?:\s+else)?\s+(?:but|except"
+    r"|besides|other\s+than|save)|except(?:\s+for)?|excluding|besides|without|other\s+than|instead\s+of|unlike"
+    r"|hardly|scarcely|barely|far\s+from|different\s+from|twice|thrice|double"
+    r"|half(?:\s+of)?|divisible\s+by|(?:multiple|factor|divisor|power|square|cube|root|negative|inverse|reciprocal|fraction"
+    r"|part|percent|%)\s+of|opposite\s+of|negation\s+of"
     r"|(?:rul|exclud|reject|eliminat|discard|dismiss|avoid)(?:e|es|ed|ing|s)?(?:\s+out)?"
     r"|rather\s+(?:[^\s.;]+\s+)?than|if\s+not\s+[^\s;]+\s+then|wrong(?:\s+answer)?|non-?|un-)"
     rf"|n['’]t){_FILLER}{_OPENING}\Z|(?:(?<![\w)])!|≠|¬|\\(?:neq?|neg|lnot)(?![A-Za-z]))\s*\Z",
@@ -49,8 +52,10 @@ _WEAKENED_AFTER_RE = re.compile(
     r"(?:not(?!\s+(?:only|just))|never|wrong|incorrect|false|untrue|excluded|impossible|out|eliminated|no\s+answer|un\w+)\b)"
     r"|(?:is|was|are|ca|wo|could|should|would|do|does)n['’]t\b|cannot\b"
     r"|[,;.…\s(]*or\s+(?:something|more|less|fewer|higher|lower|greater|larger|smaller|above|below|over|under|up|upwards?"
-    r"|whatever|another|others?|else|not|anything|any)\b|[,\s]*and\s+(?:up|upwards?|above|below|over|more|less)\b(?!\s+[a-z])"
-    r"|[,;\s(]*(?:unless|if\b(?=[^.\n]*\b(?:else|otherwise)\b)|±|\+/-|\\pm(?![A-Za-z])))",
+    r"|whatever|another|others?|else|not|none|all|neither|both|anything|any)\b"
+    r"|[,\s]*and\s+(?:up|upwards?|above|below|over|more|less)\b(?!\s+[a-z])"
+    r"|\s*\+(?!\s*[\w(\\.])|\s+give\s+or\s+take\b|\s+(?:less|more|fewer|times|short|off)\s+(?:than|of|from|as)\s+[$\\]*[0-9]"
+    r"|\s*\\?%\s+of\s+[0-9]|[,;\s(]*(?:unless|if\b(?=[^.\n]*\b(?:else|otherwise)\b)|±|\+/-|\\pm(?![A-Za-z])))",
     re.IGNORECASE,
 )
 _BOUND_BEFORE_RE = re.compile(

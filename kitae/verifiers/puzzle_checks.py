@@ -23,8 +23,8 @@ _KNIGHTS = "knights? truth-?tellers?"
 _KNAVES = "knaves? liars?"
 _MARK_RE = re.compile(r"\b(?:conclusion|(?:final\s+)?answer|solution)[\s*_#]*(?:\b(?:is|are)\b|[:：])", re.IGNORECASE)
 _NOT_BEFORE_RE = re.compile(
-    r"(?:(?:^|[^\w])(?:not|never|neither|nor|no|hardly|scarcely|barely|far\s+from|opposite\s+of|anything\s+but|other\s+than|rather\s+than"
-    r"|instead\s+of|unlike)|n['’]t|(?<!\w)non-?)(?:\s+(?:a|an|the|actually|really))*\s*$",
+    r"(?:(?:^|[^\w])(?:not|never|neither|nor|no|hardly|scarcely|barely|cannot|far\s+from|former|ex-?|opposite\s+of|anything\s+but|other\s+than|rather\s+than"
+    r"|instead\s+of|unlike)|n['’]t|(?<!\w)non-?)(?:\s+(?:a|an|the|be|being|actually|really))*\s*$",
     re.IGNORECASE,
 )
 _LETTERS = r"A-Za-z\u00c0-\u024f\u0400-\u04ff"
@@ -35,6 +35,7 @@ _UNSURE_RE = re.compile(rf"\b(?:says?|said|claims?|claimed)\b|{_SUPPOSED}", re.I
 _REASON_RE = re.compile(r"\b(?:because|since)\b", re.IGNORECASE)
 _CONTRAST_RE = re.compile(r"\b(?:but|yet|however)\b", re.IGNORECASE)
 _SENTENCE_RE = re.compile(r"[\n;]|\.(?=\s|$)|!(?=\s|$)")
+_GAP_WORD_RE = re.compile(r"\b(?:not|now|later|then|she|he|they|it|is|was|an?)\b|[0-9.]+\s*%|%", re.IGNORECASE)
 _LIST_GAP_RE = re.compile(r"[\s,&*_|]*(?:and|respectively)?[\s,&*_|]*(?:an?|the)?\s*", re.IGNORECASE)
 _HEADING_RE = re.compile(r"[\s*_]*(?:[:=]|[-–—](?=\s)|\b(?:are|is)\b)")
 _OR_RE = re.compile(r"\s*(?:/|\bor\b)\s*(?:an?\s+)?", re.IGNORECASE)
@@ -276,10 +277,15 @@ def _assigned(sentence: str, names: list[_Word], roles: list[_Word]) -> Iterator
     if len(roles) == len(names) > 1 and all(_LIST_GAP_RE.fullmatch(gap) for gap in gaps):
         pairs = zip(names, roles, strict=True)
     else:
-        both = any(a.role is not b.role and joins(gap) for (a, b), gap in zip(pairwise(roles), gaps, strict=True))
+        both = any(a.role is not b.role and _opposes(gap) for (a, b), gap in zip(pairwise(roles), gaps, strict=True))
         yield from ((name.name, None if both else roles[0].role) for name in names if name.name is not None)
         return
     yield from ((name.name, role.role) for name, role in pairs if name.name is not None)
+
+
+def _opposes(gap: str) -> bool:
+    """Whether the text between two roles gives both to one person: "and a", "(50%), ", "unless she is a", ", now a"."""
+    return joins(_GAP_WORD_RE.sub(" ", gap))
 
 
 # Countdown
@@ -290,6 +296,7 @@ class _NotAnExpression(Exception):
 
 
 _FRACTION_RE = re.compile(r"\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}")
+_ALSO_RE = re.compile(r"\W*(?:or|also|alternatively)\b", re.IGNORECASE)
 _REMARK_RE = re.compile(r"\(([^()\n]*+)\)")  # "(which is 98)"
 _WORD_RE = re.compile(r"[^\W\d_]{2}")
 _NESTING = 8  # of fractions in fractions
@@ -316,6 +323,7 @@ _TOKEN_RE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?|[-+*/()])")
 _ARITHMETIC_RE = re.compile(r"[-+*/()=.\s0-9]+")
 _OPERATOR_RE = re.compile(r"[-+*/=]")
 _FOREIGN_OPERATOR_RE = re.compile(r"[0-9)]\s*[%^!√]\s*[0-9(]")
+_DENIED_RE = re.compile(r"\W*(?:not|never|anything\s+but)\b", re.IGNORECASE)
 _DIGIT_RE = re.compile(r"[0-9]")
 _BARE_RE = re.compile(r"-?[0-9]+(?:\.[0-9]+)?")
 _DECORATION = " \t\r*_`$.,;:!\"'"
@@ -365,7 +373,9 @@ def _plain(text: str) -> str:
             break
     for pattern, plain in _LATEX:
         text = pattern.sub(plain, text)
-    text = _REMARK_RE.sub(lambda brackets: " " if _WORD_RE.search(brackets[1]) else brackets[0], text)
+    text = _REMARK_RE.sub(
+        lambda brackets: " " if _WORD_RE.search(brackets[1]) and not _ALSO_RE.match(brackets[1]) else brackets[0], text
+    )
     return text.translate(_PLAIN)
 
 
@@ -375,7 +385,7 @@ def _arithmetic(line: str) -> Iterator[tuple[str, bool]]:
     pieces = [piece[0].strip(_DECORATION) for piece in found]
     alone = len({piece for piece in pieces if _OPERATOR_RE.search(piece) and not _is_step(piece)}) <= 1
     alone = alone and not any(joins(line[left.end() : right.start()]) for left, right in pairwise(found))
-    alone = alone and not _FOREIGN_OPERATOR_RE.search(line)
+    alone = alone and not _FOREIGN_OPERATOR_RE.search(line) and not _DENIED_RE.match(line)
     if pieces != [line]:
         pieces = sorted((p for p in pieces if _OPERATOR_RE.search(p)), key=len, reverse=True)
     yield from ((p, alone) for p in pieces if len(p) <= _MAX_EXPRESSION)

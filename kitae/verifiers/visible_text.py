@@ -18,6 +18,7 @@ _UNSEEN_RE = regex.compile(_UNSEEN, regex.V1)
 _ASCII_UNSEEN_RE = re.compile(r"[\x00-\x08\x0e-\x1b\x7f]")
 _WIDE = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)}
 _MARKUP_RE = re.compile(r"<!--.*?(?:-->|\Z)|</?[A-Za-z][^<>]{0,200}>", re.DOTALL)
+_EMPTY_RE = re.compile(r"(?:\s|\*\*|__|~~|``)*")  # marks of Markdown around nothing
 _MAX_PIECES = 4  # of one word: state-of-the-art
 _MAX_LETTERS = 20  # of a word of several pieces
 _LONG_WORD = 32  # letters; a longer one is no word
@@ -55,7 +56,7 @@ def _is_plain(text: str) -> bool:
 def has_content(text: str) -> bool:
     """Whether there is anything to see, markup and entities such as &nbsp; aside."""
     plain = html.unescape(text) if "&" in text else text
-    return bool(visible(_MARKUP_RE.sub("", plain)).strip())
+    return not _EMPTY_RE.fullmatch(visible(_MARKUP_RE.sub("", plain)))
 
 
 def tokens(text: str) -> list[str]:
