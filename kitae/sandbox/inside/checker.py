@@ -132,7 +132,7 @@ def make_namespace(port: CheckerPort, job: Job, texts: list[str]) -> dict[str, A
         except Exception:  # a prompt may be text, or a function without a body
             namespace.clear()
             namespace.update(__name__=TESTS, __builtins__=builtins)
-    guard = attend(port, texts)
+    attend(port, texts)
     for name, (path, wanted) in job["library"].items():
         needed = name in job["aliases"] or path.partition(".")[0].partition(":")[0] not in sys.stdlib_module_names
         found = _import(path, wanted, needed)
@@ -145,7 +145,7 @@ def make_namespace(port: CheckerPort, job: Job, texts: list[str]) -> dict[str, A
             namespace[name] = port.lookup(name)
     if job["entry_point"]:
         namespace["__candidate__"] = port.lookup(job["entry_point"])
-    namespace.update(__settle__=port.settle, __whole__=whole, __filled__=guard.filled)
+    namespace.update(__settle__=port.settle, __whole__=whole)
     exec(compile(job["setup"], "setup", "exec", dont_inherit=True), namespace)
     return namespace
 

@@ -23,6 +23,7 @@ _ARITHMETIC = {  # nodes of plain arithmetic
     "Expression", "FloorDiv", "Gt", "GtE", "In", "Invert", "Is", "IsNot", "LShift", "List", "Load", "Lt", "LtE",
     "Mod", "Mult", "Not", "NotEq", "NotIn", "Or", "Pow", "RShift", "Set", "Sub", "Tuple", "UAdd", "USub", "UnaryOp",
 }  # fmt: skip
+_split = _string.formatter_field_name_split
 _IMPORTING = ("_frozen_importlib", "importlib._bootstrap")
 _IMPORTERS = ("importlib._bootstrap_external", "_frozen_importlib_external", "zipimport")
 # Modules that compile no text but their own, filled with names that they have checked; `ast` only parses, and the
@@ -48,7 +49,7 @@ _DATA = {
 }
 
 
-def attend(port: CheckerPort, texts: list[str]) -> Guard:
+def attend(port: CheckerPort, texts: list[str]) -> None:
     """Prepare this process for the tests.
 
     From their first request on, whatever they compile, unpickle or load may be the candidate's. Every way to do that
@@ -57,6 +58,7 @@ def attend(port: CheckerPort, texts: list[str]) -> Guard:
     """
     guard = Guard(port, texts)
     sys.addaudithook(guard.hear)
+    _guard_fields(guard)
     sys.unraisablehook = lambda lost: _lose(port, lost.exc_value) if _is_of_tests(lost.exc_traceback) else None
     os.register_at_fork(before=lambda: setattr(port, "used", True))  # a fork's requests are not seen here
     text = "\n".join(texts)
@@ -71,7 +73,6 @@ def attend(port: CheckerPort, texts: list[str]) -> Guard:
     ):
         if word in text.lower():
             prepare(port)
-    return guard
 
 
 def whole(function: Callable[..., Any], *arguments: Any) -> Any:
@@ -129,13 +130,14 @@ class Guard:
         if not own and name not in _DATA.get(module, ()) and module.partition(".")[0] != "numpy":
             raise TypeError(f"{module}.{name} in a pickle is no data")
 
-    def filled(self, bound: Any, *arguments: Any, **keywords: Any) -> Any:
-        """Call `format` of a text or a `Formatter`, unless the text's fields read what objects keep to themselves."""
-        of_text = type(bound) is type(len)
-        text = bound.__self__ if of_text else arguments[0] if arguments else ""
-        if isinstance(text, str) and any(map(_is_private, _attributes(text))) and text not in self.texts.all:
-            raise TypeError(f"a field of {text[:100]!r} reads a private attribute")
-        return bound(*arguments, **keywords)
+    def reads(self, text: Any, attributes: list[str]) -> None:
+        """Refuse a text that reads what objects keep to themselves, unless tests or a library have written it."""
+        if not any(map(_is_private, attributes)) or any(text in own for own in self.texts.all):
+            return
+        asking = sys._getframe(2)
+        of_module = asking.f_globals.get("__name__") != TESTS and any(v is text for v in asking.f_globals.values())
+        if not of_module and text not in asking.f_code.co_consts:
+            raise TypeError(f"{text[:100]!r} reads a private attribute")
 
     @property
     def texts(self) -> _Texts:
@@ -148,7 +150,7 @@ def _attributes(template: str) -> list[str]:
     found: list[str] = []
     try:
         for _, field, inner, _ in _string.formatter_parser(template):
-            path = _string.formatter_field_name_split(field or "")[1]
+            path = _split(field or "")[1]
             found += [*(str(part) for is_attribute, part in path if is_attribute), *_attributes(inner or "")]
     except ValueError:  # it is no format string
         pass
@@ -156,7 +158,53 @@ def _attributes(template: str) -> list[str]:
 
 
 def _is_private(name: str) -> bool:
-    return name.startswith("_")
+    return name.startswith("_") or name in ("gi_frame", "cr_frame", "ag_frame", "gi_code", "cr_code", "ag_code")
+
+
+def _guard_fields(guard: Guard) -> None:
+    """Guard what reads attributes by a path in a text, where the paths are read, whoever asks and in whatever way."""
+    import _ctypes
+    import _operator
+    import gc
+    import operator
+
+    getter = operator.attrgetter
+
+    def formatter_field_name_split(name: Any) -> Any:
+        first, rest = _split(name)
+        path = list(rest)
+        guard.reads(name, [str(part) for is_attribute, part in path if is_attribute])
+        return first, iter(path)
+
+    def attrgetter(*paths: Any) -> Any:
+        for path in paths:
+            if isinstance(path, str) and "." in path:
+                guard.reads(path, path.split("."))
+        return getter(*paths)
+
+    def guarded(real: Any) -> Any:
+        def fill(text: Any, /, *arguments: Any, **keywords: Any) -> Any:
+            if isinstance(text, str) and "." in text:
+                guard.reads(text, _attributes(text))
+            return real(text, *arguments, **keywords)
+
+        fill.__name__, fill.__qualname__, fill.__doc__ = real.__name__, real.__qualname__, real.__doc__
+        fill.__module__ = "builtins"
+        return fill
+
+    _string.formatter_field_name_split = formatter_field_name_split
+    _operator.attrgetter = operator.attrgetter = attrgetter  # type: ignore[misc, assignment]
+    (methods,) = gc.get_referents(str.__dict__)  # what the read-only view shows
+    for name in ("format", "format_map"):
+        methods[name] = guarded(methods[name])
+
+    class Object(_ctypes._SimpleCData):  # type: ignore[type-arg]
+        _type_ = "O"
+
+    class Call(_ctypes.CFuncPtr):
+        _flags_ = _ctypes.FUNCFLAG_CDECL | _ctypes.FUNCFLAG_PYTHONAPI
+
+    Call(_ctypes.dlsym(_ctypes.dlopen(None, 0), "PyType_Modified"))(Object(str))  # type: ignore[arg-type, call-arg]
 
 
 def _importing() -> bool:

@@ -29,7 +29,7 @@ def settled(text: str) -> str:
     `__settle__()` stands between statements: from there on changes of a call's arguments are visible, so that
     `assert f(xs) == sorted(xs)` does not sort what f has made of xs. A StopIteration does not leave a function, a
     lambda, or `next` as an argument of `map`, as it does not leave a generator: it would end the loop that calls them,
-    and `all(map(lambda x: next(it) == x, xs))` would pass. `__filled__` calls the `format` of a text.
+    and `all(map(lambda x: next(it) == x, xs))` would pass.
     """
     try:
         return ast.unparse(_Settle().visit(ast.parse(text)))
@@ -68,11 +68,6 @@ class _Settle(ast.NodeTransformer):
         name = _called(node)
         if name in _CALLERS:
             node.args = [_whole_function(a) if _name_of(a) in _ENDING else a for a in node.args]
-        match node.func:
-            case ast.Attribute(ast.Constant() | ast.JoinedStr()):
-                pass
-            case ast.Attribute(attr="format" | "format_map" | "vformat"):
-                node.args, node.func = [node.func, *node.args], ast.Name("__filled__", ast.Load())
         return node
 
     def generic_visit(self, node: ast.AST) -> ast.AST:
