@@ -179,7 +179,7 @@ TEXTS: dict[str, tuple[str, str, str]] = {  # name: (program, test, honest progr
     "fields of a kept method": ("def f(x): return '{0.__init__.__globals__[want]}'", "fill = f(3).format\nassert fill(Node()) == str(want)", "def f(x): return '9417'"),
     "fields of a text, looked up": ("def f(x): return '{a.__init__.__globals__[want]}'", "assert getattr(f(3), 'for' + 'mat_map')({'a': Node()}) == str(want)", "def f(x): return '9417'"),
     "fields of a text, in a class of the tests": ("def f(x): return '{0.__init__.__globals__[want]}'", "class S(str): pass\nassert S(f(3)).format(Node()) == str(want)", "def f(x): return '9417'"),
-    "fields of a text, sorted by": ("def f(x): return '{0.__init__.__globals__[want]}'", "assert sorted([Node()], key=f(3).format) and max([Node()], key=str.format) and next(map(f(3).format, [Node()])) == str(want)", "def f(x): return '9417'"),
+    "fields of a text, sorted by": ("def f(x): return '{0.__init__.__globals__[want]}'", "assert sorted([Node()], key=f(3).format) and next(map(f(3).format, [Node()])) == str(want)", "def f(x): return '9417'"),
     "fields for a log": ("def f(x): return '{node.__init__.__globals__[want]}'", "import logging\nr = logging.makeLogRecord({'node': Node()})\nassert logging.StrFormatStyle(f(3)).format(r) == str(want)", "def f(x): return '9417'"),
     "a path for attrgetter": ("def f(x): return '__init__.__globals__'", "from operator import attrgetter as get\nassert get(f(3))(Node())['want'] == want", ""),
     "fields of a frame": ("def f(x): return '{0.gi_frame.f_globals[want]}'", "assert f(3).format(x for x in ()) == str(want)", "def f(x): return '9417'"),

@@ -74,6 +74,7 @@ class CheckerPort(Port):
         self.empty: Any = None  # the class of numpy arrays without elements, once the tests use numpy
         self.lost = ""
         self.kept: list[list[BaseException]] = []  # what futures of the tests keep, each until it is asked for
+        self.processes: list[Any] = []  # of the tests, each until somebody asks how it ended
         self.end: TimeUp | Gone | None = None
 
     def restart_clock(self) -> None:

@@ -7,6 +7,7 @@ import os
 import sys
 
 from kitae.sandbox.inside.port import OURS, TESTS, describe
+from kitae.sandbox.inside.remotes import Remote
 from kitae.sandbox.inside.usage import SCRATCH
 from kitae.sandbox.inside.wire import NotData
 
@@ -44,9 +45,13 @@ _DATA = {
     "datetime": ("date", "datetime", "time", "timedelta", "timezone"),
     "decimal": ("Decimal",),
     "fractions": ("Fraction",),
+    "numpy": (
+        "MaskedArray", "_frombuffer", "_mareconstruct", "_reconstruct", "dtype", "matrix", "ndarray", "recarray",
+        "scalar",
+    ),
     "pathlib": ("PosixPath", "PurePosixPath", "PureWindowsPath"),
     "uuid": ("UUID",),
-}
+}  # fmt: skip
 
 
 def attend(port: CheckerPort, texts: list[str]) -> None:
@@ -68,6 +73,7 @@ def attend(port: CheckerPort, texts: list[str]) -> None:
         ("thread", _watch_threads),
         ("concurrent", _watch_futures),
         ("asyncio", _watch_loops),
+        ("multiprocessing", _watch_processes),
         ("np.", _compare_elements),
         ("numpy", _compare_elements),
     ):
@@ -127,7 +133,7 @@ class Guard:
 
     def finds_class(self, _: Any, module: str, name: str) -> None:
         own = module == TESTS and isinstance(self._port.namespace.get(name), type)
-        if not own and name not in _DATA.get(module, ()) and module.partition(".")[0] != "numpy":
+        if not own and name not in _DATA.get("numpy" if module.startswith("numpy.") else module, ()):
             raise TypeError(f"{module}.{name} in a pickle is no data")
 
     def reads(self, text: Any, attributes: list[str]) -> None:
@@ -204,7 +210,7 @@ def _guard_fields(guard: Guard) -> None:
     class Call(_ctypes.CFuncPtr):
         _flags_ = _ctypes.FUNCFLAG_CDECL | _ctypes.FUNCFLAG_PYTHONAPI
 
-    Call(_ctypes.dlsym(_ctypes.dlopen(None, 0), "PyType_Modified"))(Object(str))  # type: ignore[arg-type, call-arg]
+    Call(_ctypes.dlsym(_ctypes.dlopen(None, 0), "PyType_Modified"))(Object(str))  # type: ignore[arg-type]
 
 
 def _importing() -> bool:
@@ -350,6 +356,7 @@ def _watch_loops(port: CheckerPort) -> None:
 
 def _watch_futures(port: CheckerPort) -> None:
     from concurrent.futures import Future
+    from concurrent.futures import _base as futures
 
     keep = Future.set_exception
 
@@ -367,14 +374,37 @@ def _watch_futures(port: CheckerPort) -> None:
 
         return tell
 
+    futures.LOGGER.exception = lambda *_: _lose(port, sys.exc_info()[1])  # type: ignore # what a callback raised
     Future.set_exception = set_exception  # type: ignore[method-assign, assignment]
     Future.result = asked(Future.result)  # type: ignore[method-assign]
     Future.exception = asked(Future.exception)  # type: ignore[method-assign]
 
 
+def _watch_processes(port: CheckerPort) -> None:
+    from multiprocessing.process import BaseProcess
+
+    start, code = BaseProcess.start, BaseProcess.exitcode.fget  # type: ignore[attr-defined]
+
+    def started(self: Any) -> None:
+        start(self)
+        port.processes.append(self)
+
+    def asked(self: Any) -> Any:
+        port.processes[:] = [process for process in port.processes if process is not self]
+        return code(self)
+
+    BaseProcess.start = started  # type: ignore[method-assign]
+    BaseProcess.exitcode = property(asked)  # type: ignore[assignment]
+
+
 def review(port: CheckerPort) -> None:
     """At the end of a test, note an exception that its futures have kept. Where one was asked for, as `map` of a pool
-    does, the others may be left, but for assertions."""
+    does, the others may be left, but for assertions. The same for processes that have failed, if nobody asked how they
+    ended."""
+    for process in port.processes:
+        if (process._popen.poll() or 0) > 0:
+            _lose(port, ChildProcessError("a process of the tests has failed"))
+    port.processes.clear()
     left = [error for record in port.kept for error in record]
     asked = len(left) < len(port.kept)
     for error in left:
@@ -434,6 +464,25 @@ def _keep_failures(port: CheckerPort) -> None:
     import unittest
 
     run = unittest.TextTestRunner.run
+    case = unittest.TestCase
+    sets = case.assertSetEqual
+
+    def noting(add: Callable[..., None]) -> Callable[..., None]:
+        def noted(self: Any, test: Any, *problem: Any) -> None:
+            if port.used and problem[-1] is not None:
+                _lose(port, problem[-1][1])
+            add(self, test, *problem)
+
+        return noted
+
+    def same_sets(self: Any, first: Any, second: Any, msg: Any = None) -> None:
+        if Remote in (type(first), type(second)):
+            self.fail("an object of the candidate is no set")
+        sets(self, first, second, msg)
+
+    for name in ("addError", "addFailure", "addSubTest"):  # whoever runs the test, whatever becomes of the result
+        setattr(unittest.TestResult, name, noting(getattr(unittest.TestResult, name)))
+    case.assertSetEqual = same_sets  # type: ignore[method-assign, assignment]
 
     def checked(self: Any, test: Any) -> Any:
         result = run(self, test)
