@@ -1,8 +1,9 @@
 """From a model to a running server: load the model, start its engine, serve until Ctrl-C, and close both."""
 
+import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 from starlette.applications import Starlette
@@ -29,6 +30,8 @@ from kitae.serving.streamed_text import streams_early
 from kitae.serving.text_scoring import TextScorer
 from kitae.serving.token_text import TokenText
 from kitae.verifiers.reward_model_verifier import RewardService
+
+_ENGINE_SECONDS = 0.2  # that an engine may take to answer a question after its health
 
 Ready = Callable[[str, str], None]
 """Is called with the address of the server and the path at which the model answers."""
@@ -90,8 +93,9 @@ def app_of(policy: Policy, engine: Engine, scorer: TextScorer, settings: ServerS
     )
 
     async def healthy() -> None:
-        """Raise if the engine is closed or its thread has died."""
-        await engine.abort("nobody")
+        """Raise if the engine is closed or its thread has died. One that is in the middle of a step is well."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(engine.abort("nobody"), _ENGINE_SECONDS)
 
     return make_app(
         model_routes(handlers, counters),
