@@ -15,6 +15,7 @@ from kitae.envs.base import EpisodeLimits, Outcome
 from kitae.envs.rollouts import Episodes
 from kitae.envs.tools.base import ToolEpisode, describe
 from kitae.envs.tools.calculator import Calculator
+from kitae.serving.prompt_reader import PromptReader
 from kitae.serving.request_bodies import ChatBody
 from kitae.serving.requests import read_chat
 from kitae.serving.responses import AnswerRenderer, ResponseBuilder
@@ -115,7 +116,7 @@ class Client:
         talk = [{"role": "user", "content": "What is 6 * 7?"}]
         tools = [dict(Calculator.tool), dict(Echo.tool)]
         for _ in range(3):
-            order = read_chat(ChatBody.read({"messages": talk, "tools": tools}), model.chat)
+            order = read_chat(ChatBody.read({"messages": talk, "tools": tools}), PromptReader.for_models(model.chat))
             answer = await model.ask(order.asks[0])
             teller = ResponseBuilder(
                 order, AnswerRenderer("policy", model.chat, TokenText(model.chat.tokenizer), early=False)

@@ -140,7 +140,7 @@ def test_a_model_that_cannot_be_loaded_is_refused_at_the_start(
     teacher = TeacherProcess(settings, str(broken), student, TRAINING, 1.0)
 
     async def work() -> None:
-        with pytest.raises(ModelError, match=r"^method.teacher '.*broken': a teacher's process could not start"):
+        with pytest.raises(ModelError, match=r"^method.teacher '.*broken': cannot load .*broken"):
             await teacher.start()
 
     with_teacher(teacher, work)
