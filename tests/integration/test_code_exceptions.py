@@ -133,6 +133,13 @@ KEPT = {  # what keeps a failure to itself
     "task that nobody awaits": "import asyncio\nasync def one(): check(3)\nasync def main():\n    task = asyncio.create_task(one())\n    await asyncio.sleep(0.01)\nasyncio.run(main())",
     "end of an object": "class D:\n    def __del__(self): check(3)\nD()",
     "end of a process": "import multiprocessing as mp\np = mp.get_context('fork').Process(target=check, args=(3,))\np.start(); p.join()\nassert p.exitcode == 0",
+    "process that nobody asks": "import multiprocessing as mp\np = mp.get_context('fork').Process(target=check, args=(3,))\np.start(); p.join()",
+    "task of a pool": "from multiprocessing.pool import ThreadPool\nwith ThreadPool(1) as pool:\n    pool.apply_async(check, (3,)).wait()",
+    "map of a pool": "from multiprocessing.pool import ThreadPool\nwith ThreadPool(1) as pool:\n    pool.map_async(check, [3]).wait()",
+    "callback": "from concurrent.futures import ThreadPoolExecutor\nwith ThreadPoolExecutor(1) as pool: pool.submit(int).add_done_callback(lambda _: check(3))",
+    "test case": "import unittest\nclass T(unittest.TestCase):\n    def test(self): check(3)\nT('test').run()",
+    "part of a test case": "import unittest\nclass T(unittest.TestCase):\n    def test(self):\n        with self.subTest(): check(3)\nT('test')(unittest.TestResult())",
+    "suite": "import unittest\nclass T(unittest.TestCase):\n    def test(self): check(3)\nunittest.defaultTestLoader.loadTestsFromTestCase(T).run(unittest.TestResult())",
     "context of the program": "try:\n    with context(): check(3)\nexcept ValueError: pass",
 }
 
@@ -150,14 +157,19 @@ def test_no_failure_is_kept(kept: str, wrong: str) -> None:
 
 def test_a_failure_that_was_asked_for_is_none() -> None:
     source = "def f(x):\n    if x < 0: raise ValueError(x)\n    return x"
-    test = "from concurrent.futures import ThreadPoolExecutor\nimport unittest\nclass T(unittest.TestCase):\n    def test(self):\n        with ThreadPoolExecutor(2) as pool:\n            with self.assertRaises(ValueError): list(pool.map(f, [-1, -2, 3]))\n            assert isinstance(pool.submit(f, -1).exception(), ValueError)\nunittest.main()"
+    test = "from concurrent.futures import ThreadPoolExecutor\nimport unittest\nclass T(unittest.TestCase):\n    def test(self):\n        with ThreadPoolExecutor(2) as pool:\n            with self.assertRaises(ValueError): list(pool.map(f, [-1, -2, 3]))\n            assert isinstance(pool.submit(f, -1).exception(), ValueError)\n    @unittest.expectedFailure\n    def test_that_fails(self): self.assertEqual(f(1), 2)\nunittest.main()"
     assert judge(source, test).value == 1
+    asked = "import multiprocessing as mp\nfrom multiprocessing.pool import ThreadPool\np = mp.get_context('fork').Process(target=f, args=(-1,))\np.start(); p.join()\nassert p.exitcode == 1\nwith ThreadPool(1) as pool:\n    try: pool.apply(f, (-1,))\n    except ValueError: pass\n    else: assert False"
+    score = judge(source, asked)
+    assert score.value == 1, score.detail
 
 
 TEXTS: dict[str, tuple[str, str, str]] = {  # name: (program, test, honest program)
     "eval": ("def f(x): return 'want'", "assert eval(f(3)) == want", "def f(x): return '9417'"),
     "builtins.eval": ("def f(x): return 'want'", "import builtins\nassert builtins.eval(f(3)) == want", "def f(x): return '9400 + 17'"),
     "eval that maps": ("def f(x): return ['want']", "assert list(map(eval, f(3))) == [want]", "def f(x): return ['9417']"),
+    "eval of a name that a formatted text has": ("def f(x): return 'want'", "for i in range(2): exec(f'want = 9400 + {i}')\nassert eval(f(3)) == want", "def f(x): return '9401'"),
+    "eval of a name that tests evaluate": ("def f(x): return 'want'", "assert eval('want') > 0 and eval(f(3)) == eval('want')", "def f(x): return '9417'"),
     "eval of bytes": ("def f(x): return b'want'", "assert eval(f(3)) == want", "def f(x): return b'9417'"),
     "eval of numbers": ("def f(x): return [*b'want']", "assert eval(bytes(f(3))) == want", "def f(x): return [*b'9417']"),
     "eval with names": ("def f(x): return '(lambda: want)()'", "assert eval(f(3), {'want': want}) == want", "def f(x): return '9417'"),
@@ -210,6 +222,8 @@ def test_texts_of_the_tests_run() -> None:
     tests = [
         "f(1)\nexec('y = f(2)')\nassert y == '3' and eval('f(3)') == '4'",
         "for i in range(3):\n    exec(f'r = f({i})')\n    assert r == str(i + 1)",
+        "for x in ('1', 'f', 'ab'):\n    assert eval(f'f({len(x)!r}) + {x!r}') == eval('f({}) + {!r}'.format(len(x), x)) == eval('f(%d) + %r' % (len(x), x)) == str(len(x) + 1) + x",
+        "f(1)\nimport typing\nclass C:\n    x: 'int'\n    y: typing.Optional['C'] = None\ndef g(a: 'list[int]') -> 'C': pass\nassert typing.get_type_hints(C, globals())['x'] is int and typing.get_type_hints(g)['return'] is C",
         "import timeit\nassert timeit.timeit(lambda: f(1), number=3) > 0 and timeit.timeit('f(1)', globals=globals(), number=3) > 0",
         "from collections import namedtuple\nfrom dataclasses import dataclass\nP = namedtuple('P', f(1)[:0] + 'a b')\n@dataclass\nclass D:\n    a: int\nassert P(1, 2).b == 2 and D(1) == D(1)",
         "import json, decimal, statistics, xml.etree.ElementTree, http.client, sqlite3, typing\nassert f(1) == '2'",
@@ -305,6 +319,17 @@ def test_objects_of_classes_under_test_take_operands() -> None:
     ]
     score = judge(source, *tests)
     assert score.value == 1, score.detail
+
+
+def test_what_a_function_answers_takes_a_factor() -> None:
+    source = "class matrix:\n    def __init__(s, rows): s.rows = rows\n    @classmethod\n    def one(c): return c([[1]])\n    def turned(s): return matrix([*map(list, zip(*s.rows))])\n    def __mul__(s, k): return matrix([[x * k for x in r] for r in s.rows])\n    __rmul__ = __mul__\n    def __pow__(s, k): return s.rows[0][0] ** k\n    def __eq__(s, o): return s.rows == o.rows\ndef f(x): return matrix([[x]])"
+    tests = [
+        "assert matrix.one() * 3 == matrix([[3]]) and (3 * f(2)).rows == [[6]]",
+        "assert matrix([[1, 2]]).turned() * 2 == matrix([[2], [4]]) and f(3) ** 2 == 9",
+    ]
+    score = judge(source, *tests)
+    assert score.value == 1, score.detail
+    assert judge("def f(x): return 'ab'", "assert eval('f(1)') == 'ab'").value == 1
 
 
 def test_exceptions_keep_their_bases_and_members() -> None:

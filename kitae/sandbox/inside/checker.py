@@ -3,10 +3,10 @@
 The rule: tests, their setup and what they expect are in this process, where the candidate cannot reach them. What
 crosses the connection is data of a closed set of types, by value, and built here from types of this side. An object
 that is not data is a `Remote`. It can be called, read, iterated and passed back, but it equals nothing that the tests
-have, and an operator takes a value of the tests only where they have made the object of a class that they name:
-otherwise an object of the candidate would be shown the expected value and asked whether it is right. Whatever the
-candidate sends that is not an answer fails the test that made the request, and is never an error: errors are for tests
-that nobody could pass here.
+have, and an operator other than a product or a power takes a value of the tests only where they have made the object
+of a class that they name: otherwise an object of the candidate would be shown the expected value and asked whether it
+is right. Whatever the candidate sends that is not an answer fails the test that made the request, and is never an
+error: errors are for tests that nobody could pass here.
 
 What holds in the candidate's process holds here: identity, hashes and equality among the candidate's own objects,
 isinstance and issubclass among its own classes, copies, docstrings, signatures (without annotations), generators,
@@ -17,13 +17,14 @@ from the next statement of the tests on, so that `assert f(xs) == sorted(xs)` so
 made of it.
 
 What cannot pass: an exception that a context manager of the candidate suppresses; an AssertionError in a function that
-the tests passed to the candidate, or that a thread, a future or a loop of the tests keeps; SystemExit; an exception
-that ends a loop of the tests early (`CheckerPort._escaped`, `whole`); text of the candidate that is run here (`Guard`).
+the tests passed to the candidate, or that a thread, a future, a process, a test case or a loop of the tests keeps;
+SystemExit; an exception that ends a loop of the tests early (`CheckerPort._escaped`, `whole`); text of the candidate
+that is run here (`Guard`).
 
 Not covered: a test that derives a class from the candidate's (an error), `type(x) is C`, dataclasses.asdict and others
-that look at the type of an object, a list of an object that the
-candidate changes after it was handed out, attributes set on its modules, mock.patch of what the candidate calls,
-objects of libraries as arguments, output of generators, the state of random after the candidate has used it.
+that look at the type of an object, a list of an object that the candidate changes after it was handed out, attributes
+set on its modules, mock.patch of what the candidate calls, objects of libraries as arguments, output of generators, the
+state of random after the candidate has used it.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ import _thread
 import os
 import select
 import sys
+from _json import encode_basestring_ascii
 
 from kitae.sandbox.inside.candidate import KINDS, NAME
 from kitae.sandbox.inside.remotes import Inert, Remote, generator, result_of
@@ -24,6 +25,7 @@ _MAX_LOANS, _SMALL = 8, 1000  # containers of the candidate that are watched, an
 TESTS = "tests"  # the module name of the tests
 OURS = __name__.rpartition(".")[0]
 _ASKING = (__name__, Remote.__module__)  # the modules by which tests reach the candidate
+_MEMORY = 2**20  # bytes of the candidate's messages that are remembered
 _TICK = 0.05  # seconds between two checks of the candidate's use
 _EXCEPTIONS = {  # modules whose exceptions are looked up by name
     "_csv", "_queue", "asyncio.exceptions", "binascii", "builtins", "concurrent.futures._base", "configparser",
@@ -55,7 +57,7 @@ class CheckerPort(Port):
         self._readable, self._writable = select.poll(), select.poll()
         self._readable.register(fd, select.POLLIN)
         self._writable.register(fd, select.POLLOUT)
-        self._buffer = bytearray()
+        self._buffer, self._said = bytearray(), bytearray()
         self._exceptions: dict[int, type[BaseException]] = {}
         self._adopted: dict[int, Any] = {}
         self._twins: dict[int, tuple[Any, int]] = {}  # proxies of generators and coroutines, with the object's handle
@@ -108,7 +110,13 @@ class CheckerPort(Port):
             raise Gone(problem)
 
     def receive(self) -> Any:
-        return unpack(self._take(frame_size(self._take(8))))
+        message = self._take(frame_size(self._take(8)))
+        self._said += message[: max(0, _MEMORY - len(self._said))]
+        return unpack(message)
+
+    def has_said(self, text: str) -> bool:
+        """Whether the candidate has sent a text, as far as that is remembered."""
+        return encode_basestring_ascii(text).encode() in self._said
 
     def _take(self, size: int) -> bytes:
         while len(self._buffer) < size:
@@ -136,6 +144,7 @@ class CheckerPort(Port):
     def receive_loaded(self) -> tuple[str, Any]:
         """`("loaded", names of classes)`, or `("failed", why)`."""
         kind, rest = self.receive()
+        self._said.clear()
         return kind, [str(name) for name in rest] if kind == "loaded" else str(rest)
 
     def ask(self, op: str, *values: Any) -> Any:

@@ -110,6 +110,10 @@ class Guard:
         elif type(source) in (str, bytes, bytearray):
             text = source if type(source) is str else bytes(source).decode(errors="replace")
             around = _AROUND if caller == "timeit" else set()
+            if caller in ("typing", "annotationlib") and text in self.texts.hints:
+                return
+            if self._port.has_said(text) and not _is_arithmetic(text):
+                raise TypeError(f"text that the candidate has answered is no program: {text[:100]!r}")
             if not (self.texts.runs(text, around) or _is_arithmetic(text) or _importing()):
                 raise TypeError(f"text that the candidate may have made is no program: {text[:100]!r}")
         elif source is not None and not _importing():
@@ -222,9 +226,9 @@ def _importing() -> bool:
 
 
 class _Texts:
-    """The texts in tests: all of them; those that they run as programs; and the names in those of which they make such
-    a program, as in `exec(f"y = f({i})")`. A text that they do not run is no program where the candidate answers with
-    it: `assert eval(f(3)) == want, "want"`."""
+    """The texts in tests: all of them; those that they run as programs; and those of which they make such a program, as
+    in `exec(f"y = f({i})")`, whose gaps may hold data and the names in these texts. A text that they do not run is no
+    program where the candidate answers with it: `assert eval(f(3)) == want, "want"`."""
 
     def __init__(self, tests: list[str]) -> None:
         import ast
@@ -248,11 +252,30 @@ class _Texts:
                     given += [source] if names & {getattr(target, "id", "") for target in targets} else []
         self._run = {text for value in given for text in _constants([value, *ast.iter_child_nodes(value)])}
         made = [part for value in given if not isinstance(value, ast.Constant) for part in ast.walk(value)]
-        composed = [part for part in made if isinstance(part, ast.JoinedStr | ast.BinOp)]
+        composed = [part for part in made if isinstance(part, ast.JoinedStr | ast.BinOp) or _called(part, ("format",))]
         self._names = {n for part in composed for text in _constants(ast.walk(part)) for n in _names_in(text)}
+        hints = [getattr(node, "annotation", None) or getattr(node, "returns", None) for node in nodes]
+        parts = [part for hint in hints if hint for part in ast.walk(hint)]
+        self.hints = {ast.unparse(hint) for hint in hints if hint} | set(_constants(parts))
+        frames = [_constants(ast.walk(part)) for part in composed]
+        self._frames = [[part for text in frame for part in _parts(text) if part.strip()] for frame in frames]
 
     def runs(self, text: str, around: AbstractSet[str]) -> bool:
-        return text in self._run or _names_in(text) <= self._names | around or self._fills(text, around)
+        return text in self._run or self._made(text, around) or self._fills(text, around)
+
+    def _made(self, text: str, around: AbstractSet[str]) -> bool:
+        """Whether a text has all the parts of one that tests make, and no names but theirs."""
+        import io
+        import tokenize
+
+        if not any(frame and all(part in text for part in frame) for frame in self._frames):
+            return False
+        try:
+            tokens = [*tokenize.generate_tokens(io.StringIO(text).readline)]
+        except (SyntaxError, tokenize.TokenError):
+            return False
+        code = [token.string for token in tokens if token.type != tokenize.STRING or _holds_code(token.string)]
+        return {name for part in code for name in _names_in(part)} <= self._names | around
 
     def _fills(self, text: str, around: AbstractSet[str]) -> bool:
         """Whether a text is made of the tests' within that of timeit."""
@@ -273,6 +296,17 @@ def _given(call: Any) -> list[Any]:
 
 def _constants(nodes: Any) -> list[str]:
     return [text for node in nodes if type(text := getattr(node, "value", None)) is str]
+
+
+def _parts(text: str) -> list[str]:
+    """The texts between the gaps of a template: `["f(", ")"]` for `"f({})"`, and for `"f(%r)"`."""
+    import re
+
+    return re.split(r"%[-+ #0-9.]*[a-zA-Z]|\{[^{}]*\}", text)
+
+
+def _holds_code(literal: str) -> bool:
+    return "f" in literal.partition(literal[-1])[0].lower()
 
 
 def _names_in(text: str) -> set[str]:
@@ -365,22 +399,26 @@ def _watch_futures(port: CheckerPort) -> None:
         port.kept.append(self._kept)
         keep(self, error)
 
-    def asked(give: Callable[..., Any]) -> Callable[..., Any]:
-        def tell(self: Any, *arguments: Any, **keywords: Any) -> Any:
-            try:
-                return give(self, *arguments, **keywords)
-            finally:
-                vars(self).get("_kept", []).clear()
-
-        return tell
-
     futures.LOGGER.exception = lambda *_: _lose(port, sys.exc_info()[1])  # type: ignore # what a callback raised
     Future.set_exception = set_exception  # type: ignore[method-assign, assignment]
-    Future.result = asked(Future.result)  # type: ignore[method-assign]
-    Future.exception = asked(Future.exception)  # type: ignore[method-assign]
+    Future.result = _asked(Future.result)  # type: ignore[method-assign]
+    Future.exception = _asked(Future.exception)  # type: ignore[method-assign]
+
+
+def _asked(give: Callable[..., Any]) -> Callable[..., Any]:
+    """A method that hands out what `self._kept` records, after which it is the tests' to judge."""
+
+    def tell(self: Any, *arguments: Any, **keywords: Any) -> Any:
+        try:
+            return give(self, *arguments, **keywords)
+        finally:
+            vars(self).get("_kept", []).clear()
+
+    return tell
 
 
 def _watch_processes(port: CheckerPort) -> None:
+    from multiprocessing.pool import ApplyResult, MapResult
     from multiprocessing.process import BaseProcess
 
     start, code = BaseProcess.start, BaseProcess.exitcode.fget  # type: ignore[attr-defined]
@@ -393,6 +431,19 @@ def _watch_processes(port: CheckerPort) -> None:
         port.processes[:] = [process for process in port.processes if process is not self]
         return code(self)
 
+    def keeping(put: Callable[..., None]) -> Callable[..., None]:
+        def keep(self: Any, i: Any, result: Any) -> None:
+            if not result[0] and not self._error_callback:
+                self._kept = [result[1]]
+                port.kept.append(self._kept)
+            put(self, i, result)
+
+        return keep
+
+    results: tuple[Any, ...] = (ApplyResult, MapResult)
+    for kind in results:
+        kind._set = keeping(kind._set)
+    ApplyResult.get = _asked(ApplyResult.get)  # type: ignore[method-assign]
     BaseProcess.start = started  # type: ignore[method-assign]
     BaseProcess.exitcode = property(asked)  # type: ignore[assignment]
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 
 _BATCH = 256  # items of a remote iterator in one batch, at most
+_SCALING = ("mul", "matmul", "pow")  # operators that compare nothing
 _SINGLES = 32  # items of a remote generator that are fetched singly, before batches begin
 
 
@@ -203,11 +204,12 @@ def _order(name: str) -> Callable[..., bool]:
 
 def _binary(name: str, reflected: bool) -> Callable[..., Any]:
     """An operator. A value of the tests is an operand only of an object that the tests have made of a class that they
-    name, `Vector(1, 2) * 3`. What a function has answered never gets one: `f(3) - 9417` would tell it what to be."""
+    name, `Vector(1, 2) + 3`, or a factor, `vector(1, 2) * 3`. What a function has answered gets no other: `f(3) - 9417`
+    would tell it what to be."""
 
     def method(self: Remote, other: object) -> Any:
         left, right = (other, self) if reflected else (self, other)
-        if type(other) is not Remote and not self._operable:
+        if type(other) is not Remote and not self._operable and name not in _SCALING:
             return NotImplemented
         return self._port.ask("operator", name, left, right)
 

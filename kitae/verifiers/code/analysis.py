@@ -5,6 +5,7 @@ and where changes of arguments become visible.
 import ast
 import builtins
 import functools
+import keyword
 import re
 import sys
 from collections import Counter
@@ -41,6 +42,8 @@ class _Settle(ast.NodeTransformer):
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
         ends = node.name != "__next__" and _ending(node) and not _raises_stop(node)
         self.generic_visit(node)
+        if node.name == "__next__" and any(map(_gives_verdict, ast.walk(node))):
+            _WholeCalls().visit(node)
         if ends:
             kept = node.body[: ast.get_docstring(node) is not None]
             guard = ast.parse("try: pass\nexcept StopIteration: raise RuntimeError('StopIteration in a function')")
@@ -85,6 +88,23 @@ class _Settle(ast.NodeTransformer):
             yield statement
             if isinstance(statement, _CALLING) and any(isinstance(part, ast.Call) for part in ast.walk(statement)):
                 yield _settle()
+
+
+class _WholeCalls(ast.NodeTransformer):
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        self.generic_visit(node)
+        return _whole(node) if _called(node) in _ENDING else node
+
+
+def _gives_verdict(node: ast.AST) -> bool:
+    """Whether an iterator of the tests asserts, or returns what a comparison says: it must not end with another one."""
+    match node:
+        case ast.Assert():
+            return True
+        case ast.Return(value=ast.Compare() | ast.BoolOp() | ast.UnaryOp() as value):
+            return any(isinstance(part, ast.Compare) for part in ast.walk(value))
+        case _:
+            return False
 
 
 def _settle() -> ast.stmt:
@@ -220,7 +240,7 @@ def names_of(setup: str, asserts: tuple[str, ...], entry_point: str = "") -> Nam
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
             read.setdefault(node.value.id, []).append(node.attr)
     bound = {*names_bound(nodes), "__name__", "__file__"}
-    free = set(loads) - bound
+    free = (set(loads) | _called_in_texts(nodes)) - bound
     packages = free & {*_ALIASES, *sys.stdlib_module_names}
     modules = {name for name in packages if len(read.get(name, ())) == loads[name]}
     known = (free & {*_LIBRARY, *vars(builtins)}) - {entry_point}
@@ -237,6 +257,20 @@ def names_of(setup: str, asserts: tuple[str, ...], entry_point: str = "") -> Nam
         "shadows": sorted(shadows),
         "imports": sorted(_imports(nodes)),
     }
+
+
+def _called_in_texts(nodes: Sequence[ast.AST]) -> set[str]:
+    """What is called in texts that tests run: `{"f"}` for `eval("f(x)")`."""
+    texts = [
+        part.value
+        for node in nodes
+        if isinstance(node, ast.Call) and _called(node) in ("eval", "exec", "timeit", "repeat", "Timer")
+        for argument in (*node.args[:2], *(word.value for word in node.keywords if word.arg in ("stmt", "setup")))
+        for part in ast.walk(argument)
+        if isinstance(part, ast.Constant) and isinstance(part.value, str)
+    ]
+    names = {name for text in texts for name in re.findall(r"(?<![\w.])(?<!def )([^\W\d]\w*)\(", text)}
+    return names - {*keyword.kwlist, *vars(builtins)}
 
 
 # Tools that do nothing but run what somebody else wrote: the tests' values would be beside it.
