@@ -132,7 +132,7 @@ class Made:
 
 @cache
 def made() -> Made:
-    return Made(Path(tempfile.mkdtemp(prefix="damage-")))
+    return Made(Path(tempfile.mkdtemp(prefix="kitae-trial-")))
 
 
 def _weights(run: Path) -> dict[str, torch.Tensor]:
