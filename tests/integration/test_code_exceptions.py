@@ -217,6 +217,16 @@ def test_no_text_of_the_program_runs_beside_the_tests(name: str) -> None:
         assert score.value == 1, score.detail
 
 
+def test_what_a_prompt_imports_is_guarded_too() -> None:
+    prompt = "from operator import attrgetter\nclass Node:\n    def __init__(self): pass\nwant = 9417\ndef f(x):\n    'an answer'\n"
+    check = "def check(candidate): assert attrgetter(candidate(3))(Node())['want'] == want"
+    reference = {"kind": "check", "prompt": prompt, "check": check, "entry_point": "f"}
+    assert code("```python\ndef f(x): return '__init__.__globals__'\n```", reference, {}, **LIMITS).value == 0
+    honest = {**reference, "check": "def check(candidate): assert attrgetter(candidate(3))(Node()) == 'Node'"}
+    honest["prompt"] = prompt.replace("def __init__(self): pass", "name = 'Node'")
+    assert code("```python\ndef f(x): return 'name'\n```", honest, {}, **LIMITS).value == 1
+
+
 def test_texts_of_the_tests_run() -> None:
     source = "def f(x): return str(x + 1)"
     tests = [

@@ -127,13 +127,13 @@ def make_namespace(port: CheckerPort, job: Job, texts: list[str]) -> dict[str, A
     sys.modules[TESTS] = sys.modules["__main__"] = module = type(sys)(TESTS)  # unittest.main() looks there
     port.namespace = namespace = module.__dict__
     namespace["__builtins__"] = builtins
+    attend(port, texts)
     if job["prompt"]:
         try:
             exec(compile(job["prompt"], "prompt", "exec", dont_inherit=True), namespace)
         except Exception:  # a prompt may be text, or a function without a body
             namespace.clear()
             namespace.update(__name__=TESTS, __builtins__=builtins)
-    attend(port, texts)
     for name, (path, wanted) in job["library"].items():
         needed = name in job["aliases"] or path.partition(".")[0].partition(":")[0] not in sys.stdlib_module_names
         found = _import(path, wanted, needed)
