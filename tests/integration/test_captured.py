@@ -1,15 +1,14 @@
 """Training on what agent programs ask: chains of one rollout, failures of one sample, and a killed run that goes on."""
 
 import os
-import signal
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from harness import HERE, RECIPE, VERIFIER, assert_same_metrics, finish, kitae, rows
 from test_conversation_runs import count, rollouts_of, told
+from test_resume import kill_when
 
 SETTINGS = (
     "training.steps=3",
@@ -47,12 +46,8 @@ def test_chains_are_trained_on_and_failures_cost_one_sample(whole: Path) -> None
 @pytest.mark.parametrize("moment", [9, pytest.param(17, marks=pytest.mark.slow)])
 def test_a_killed_run_resumes_to_the_same_numbers(moment: int, whole: Path, tmp_path: Path) -> None:
     process = kitae("train", str(RECIPE), VERIFIER, f"run.dir={tmp_path}", *SETTINGS)
-    run, deadline = tmp_path / "toy-001", time.time() + 100
-    while count(run, "rollouts") < moment or not count(run, "suspended"):
-        assert process.poll() is None and time.time() < deadline
-        time.sleep(0.002)
-    process.send_signal(signal.SIGKILL)
-    process.ended(timeout=100)
+    run = tmp_path / "toy-001"
+    kill_when(process, lambda: count(run, "rollouts") >= moment and count(run, "suspended"))
     before = [told(r) for r in rollouts_of(run)]
     finish(kitae("resume", str(run)))
     assert [told(r) for r in rollouts_of(run)] == [told(r) for r in rollouts_of(whole)]

@@ -39,7 +39,7 @@ def test_the_job_of_kubernetes_fits_together() -> None:
         group = groups.pop(",".join(f"{key}={value}" for key, value in pool.labels.items()))
         has = group["template"]["spec"]["containers"][0]["resources"]["limits"]
         assert float(has["cpu"]) * group["replicas"] >= pool.cpus * counts[name]
-        assert float(has.get("nvidia.com/gpu", 0)) * group["replicas"] >= pool.gpus * counts[name]
+        assert float(has.get("nvidia.com/gpu", 0)) * group["replicas"] >= (pool.gpus or 0) * counts[name]
     assert not groups and cluster.pools.keys() == counts.keys()
 
 

@@ -48,11 +48,16 @@ def rollouts_written(run: Path) -> int:
 
 
 def kill_when(process: object, reached: object) -> None:
-    deadline = time.time() + 100
-    while not reached():  # type: ignore[operator]
+    """The run stands still while we look: on a busy machine it could end before we look again."""
+    deadline = time.time() + 200
+    while True:
         assert process.poll() is None, process.printed()  # type: ignore[attr-defined]
+        process.send_signal(signal.SIGSTOP)  # type: ignore[attr-defined]
+        if reached():  # type: ignore[operator]
+            break
+        process.send_signal(signal.SIGCONT)  # type: ignore[attr-defined]
         assert time.time() < deadline
-        time.sleep(0.002)
+        time.sleep(0.005)
     process.send_signal(signal.SIGKILL)  # type: ignore[attr-defined]
     process.ended()  # type: ignore[attr-defined]
 
