@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from kitae.errors import ModelError
 from kitae.models.config import ModelConfig
 from kitae.models.load import find_model, load_tokenizer, pick_dtype, prepared, ready_device, written_whole
-from kitae.models.quiet import quiet_transformers
+from kitae.models.quiet import quiet_transformers, reading
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,11 +26,8 @@ def check_classifier(folder: Path) -> None:
     """Raise if a folder is no reward model, by its config alone."""
     from transformers import AutoConfig
 
-    try:
-        with quiet_transformers():
-            config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelError(f"cannot load a reward model from {folder}: {error}") from error
+    with reading("a reward model", folder):
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     kinds = getattr(config, "architectures", None) or ["none"]
     if not kinds[0].endswith("ForSequenceClassification") or config.num_labels != 1:
         raise ModelError(
@@ -44,7 +41,7 @@ def is_classifier(folder: Path) -> bool:
     """Whether the config of a folder is that of a sequence classifier, with one label or more."""
     from transformers import AutoConfig
 
-    with quiet_transformers():
+    with reading("a model", folder):
         kinds = getattr(AutoConfig.from_pretrained(folder, trust_remote_code=False), "architectures", None) or [""]
     return str(kinds[0]).endswith("ForSequenceClassification")
 
@@ -140,19 +137,16 @@ def load_scalar(config: ModelConfig, seed: int = 0) -> "ScalarModel":
     assert folder is not None
     check_classifier(folder)
     device = ready_device(config)
-    try:
-        with quiet_transformers():
-            whole, found = AutoModelForSequenceClassification.from_pretrained(
-                folder,
-                dtype=pick_dtype(config.dtype, device),
-                attn_implementation=attention_seam.NAME,
-                output_loading_info=True,
-                trust_remote_code=False,
-            )
-            with torch.device("meta"):
-                base = AutoModelForCausalLM.from_config(whole.config)
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelError(f"cannot load a reward model from {folder}: {error}") from error
+    with reading("a reward model", folder):
+        whole, found = AutoModelForSequenceClassification.from_pretrained(
+            folder,
+            dtype=pick_dtype(config.dtype, device),
+            attn_implementation=attention_seam.NAME,
+            output_loading_info=True,
+            trust_remote_code=False,
+        )
+        with torch.device("meta"):
+            base = AutoModelForCausalLM.from_config(whole.config)
     head = getattr(whole, _HEAD, None)
     if not isinstance(head, torch.nn.Linear) or whole.base_model_prefix != base.base_model_prefix:
         raise ModelError(f"a reward model must read a head {_HEAD!r} at the last token, got {type(whole).__name__}")

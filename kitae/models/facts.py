@@ -8,6 +8,7 @@ from transformers import AutoConfig
 from kitae.models.config import ModelConfig
 from kitae.models.load import find_model, load_tokenizer
 from kitae.models.policy import Policy
+from kitae.models.quiet import reading
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,5 +31,6 @@ class ModelFacts:
         tokenizer, generation = load_tokenizer(config)
         folder = find_model(config.path)
         assert folder is not None
-        text = AutoConfig.from_pretrained(folder, trust_remote_code=config.trust_remote_code).get_text_config()
+        with reading(repr(config.path), folder):
+            text = AutoConfig.from_pretrained(folder, trust_remote_code=config.trust_remote_code).get_text_config()
         return cls(tokenizer, generation, int(text.max_position_embeddings), int(text.vocab_size))

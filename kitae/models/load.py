@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from kitae.errors import ModelError
 from kitae.models.config import ModelConfig
-from kitae.models.quiet import quiet_transformers
+from kitae.models.quiet import quiet_transformers, reading
 from kitae.paths import cache_dir
 from kitae.store.run_folder import is_run
 
@@ -223,13 +223,10 @@ def check_model(config: ModelConfig, *, reward: bool = False, here: bool = True)
         import_peft()
     folder = find_model(config.path)
     assert folder is not None
-    try:
-        with quiet_transformers():
-            found = AutoConfig.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
-            kinds = getattr(found, "architectures", None) or [""]
-            _load_tokenizer(config, folder)
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelError(f"cannot load {config.path!r} from {folder}: {error}") from error
+    with reading(repr(config.path), folder):
+        found = AutoConfig.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
+        kinds = getattr(found, "architectures", None) or [""]
+        _load_tokenizer(config, folder)
     if (
         kinds[0].endswith("ForSequenceClassification") and not reward
     ):  # its language head is missing, and would be random
@@ -277,12 +274,9 @@ def _skeleton(config: ModelConfig) -> Any:
     folder = find_model(config.path, download=False)
     if folder is None or not (folder / "config.json").is_file():
         return None
-    try:
-        with quiet_transformers(), torch.device("meta"):
-            found = AutoConfig.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
-            return AutoModelForCausalLM.from_config(found, trust_remote_code=config.trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelError(f"cannot load {config.path!r} from {folder}: {error}") from error
+    with reading(repr(config.path), folder), torch.device("meta"):
+        found = AutoConfig.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
+        return AutoModelForCausalLM.from_config(found, trust_remote_code=config.trust_remote_code)
 
 
 def _load_tokenizer(config: ModelConfig, folder: Path) -> Any:
@@ -300,7 +294,7 @@ def load_tokenizer(config: ModelConfig) -> tuple[Any, Any]:
 
     folder = find_model(config.path)
     assert folder is not None
-    with quiet_transformers():
+    with reading(repr(config.path), folder):
         generation = GenerationConfig.from_pretrained(folder) if (folder / "generation_config.json").is_file() else None
         return _load_tokenizer(config, folder), generation
 
@@ -320,7 +314,6 @@ def ready_device(config: ModelConfig) -> "torch.device":
 def load_policy(config: ModelConfig, seed: int = 0) -> "Policy":
     """Load model and tokenizer onto the device, in the dtype of the computation, with LoRA if asked for."""
     import torch
-    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
     from kitae.models import attention_seam
@@ -329,17 +322,14 @@ def load_policy(config: ModelConfig, seed: int = 0) -> "Policy":
     folder = find_model(config.path)
     assert folder is not None
     device = ready_device(config)
-    try:
-        with quiet_transformers():
-            model = AutoModelForCausalLM.from_pretrained(
-                folder,
-                dtype=pick_dtype(config.dtype, device),
-                attn_implementation=attention_seam.NAME,
-                trust_remote_code=config.trust_remote_code,
-            )
-            tokenizer = _load_tokenizer(config, folder)
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
-        raise ModelError(f"cannot load {config.path!r} from {folder}: {error}") from error
+    with reading(repr(config.path), folder):
+        model = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=pick_dtype(config.dtype, device),
+            attn_implementation=attention_seam.NAME,
+            trust_remote_code=config.trust_remote_code,
+        )
+        tokenizer = _load_tokenizer(config, folder)
     model = prepared(model, config, device)
     if config.lora_rank:
         from kitae.models.lora import add_lora

@@ -1,9 +1,12 @@
-"""Silence the progress bars and advice of the model library while it loads or saves."""
+"""The model library without its progress bars and advice, and with its errors as ours."""
 
 import io
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr
+from pathlib import Path
+
+from kitae.errors import KitaeError, ModelError
 
 
 @contextmanager
@@ -21,3 +24,16 @@ def quiet_transformers() -> Iterator[None]:
         logging.set_verbosity(level)
         if bars:
             logging.enable_progress_bar()
+
+
+@contextmanager
+def reading(what: str, folder: Path) -> Iterator[None]:
+    """While transformers reads a folder: quiet, and whatever it raises is a `ModelError`. What a damaged file makes it
+    raise is not known beforehand: a name that torch does not have, a shape that does not fit."""
+    try:
+        with quiet_transformers():
+            yield
+    except KitaeError:
+        raise
+    except Exception as error:
+        raise ModelError(f"cannot load {what} from {folder}: {error}") from error

@@ -25,6 +25,7 @@ from kitae.models.load import (
     export_policy,
     find_model,
     load_policy,
+    load_tokenizer,
     pick_device,
     pick_dtype,
 )
@@ -113,6 +114,28 @@ def test_a_model_folder_that_is_not_whole_is_found_out_without_loading_it(
         path.unlink()
     with pytest.raises(ModelError, match="weights" if "safe" in gone else "cannot load"):
         check_model(ModelConfig(path=str(folder)))
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new"),
+    [
+        ("config.json", '"float32"', '"floap32"'),
+        ("config.json", '"hidden_size": ', '"hidden_size": "x", "h": '),
+        ("config.json", '"architectures"', '"architect\\u00ffres'),
+        ("tokenizer.json", '"model"', '"modem"'),
+        ("generation_config.json", ":", ";"),
+    ],
+)
+def test_whatever_a_damaged_folder_makes_the_library_raise_is_a_refusal(
+    file: str, old: str, new: str, tmp_path: Path, tiny_folder: Callable[[str], Path]
+) -> None:
+    folder = shutil.copytree(tiny_folder("llama"), tmp_path / "model")
+    text = (folder / file).read_text()
+    assert old in text
+    (folder / file).write_text(text.replace(old, new, 1))
+    config = ModelConfig(path=str(folder))
+    with pytest.raises(ModelError, match="cannot load"):
+        check_model(config), load_policy(config), load_tokenizer(config)
 
 
 def test_adapters_without_their_package_are_found_out_before_loading(
