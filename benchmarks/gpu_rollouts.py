@@ -9,6 +9,9 @@ Gemma-2-2B, Gemma-3-1B, Granite-3.3-2B, Phi-3-mini, OLMo-2-1B, SmolLM3-3B, or of
 short of cache with 24 GB for some: Gemma-2 takes 30, OLMo-2 36, Phi-3 107. Sampling at temperature 1, with the log-prob
 of every token. Workloads: `group`, 64 prompts of 128 tokens × 8 samples × 512 tokens;
 `ragged`, the same prompts with log-normal response lengths from 16 to 2,048; `one`, a single sequence of 256 tokens.
+`refill`, 400 prompts of 100 tokens × 6 samples of 16 to 1,024, more than there are slots: each answer that ends makes
+room for the next, as when a file of prompts is sampled or training runs behind sampling (its floor is that of all at
+once).
 On request `8k`, 64 × 8 answers of 8,192 tokens, which need 120 GB of cache (`--memory-gb 60 --host-memory-gb 64`: what
 has no room waits in the memory of the host), `64x8k`, one for each prompt, `32k`, 16 answers of 32,000, and `16k`, one
 group of 8 with 16,000;
@@ -34,7 +37,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
-from kitae.engines.base import Request, SamplingParams
+from kitae.engines.base import Completion, Request, SamplingParams
 from kitae.engines.config import EngineConfig
 from kitae.engines.native.engine import NativeEngine
 from kitae.models import attention_seam
@@ -170,6 +173,11 @@ def workloads(vocabulary: int = 150000) -> dict[str, Workload]:
         "long": [(p, long[p : p + 4096], 512) for p in range(16) for _ in range(8)],
         "longest": [(0, long[:32000], 512)] * 8,
         **{f"prompt{n}": [(0, long[: n - 8], 2)] for n in (4096, 16384, 32768)},
+        "refill": [
+            (p, long[p : p + 100], min(1024, max(16, int(rng.lognormvariate(5.4, 0.6)))))
+            for p in range(400)
+            for _ in range(6)
+        ],
     }
 
 
@@ -218,7 +226,13 @@ async def run(engine: NativeEngine, work: Workload, name: str, tokens: int | Non
         for i, (p, prompt, n) in enumerate(work)
     ]
     began = time.perf_counter()
-    done = await asyncio.gather(*(engine.generate(r) for r in requests))
+    slots = asyncio.Semaphore(2 * 512 if name.startswith("refill") else len(requests))
+
+    async def ask(request: Request) -> Completion:
+        async with slots:
+            return await engine.generate(request)
+
+    done = await asyncio.gather(*map(ask, requests))
     seconds = time.perf_counter() - began
     assert all(len(c.tokens) == r.sampling.max_tokens for c, r in zip(done, requests, strict=True))
     return seconds

@@ -4,7 +4,8 @@ Commands (new requests, aborts, weight updates, pause) are taken between two ste
 in flight. The engine uses the trainer's own modules: a weight update in the same process is a new version number.
 
 On a GPU the next step is launched before the results of the last one are read. The device alone knows by then which
-sequences have ended; it leaves their rows idle. Before a command, a prefill or a preemption, all results are read.
+sequences have ended; it leaves their rows idle. Before a prefill, a preemption, and every command but a new request,
+all results are read. So prompts that would fill few free slots wait some steps, and are computed together.
 """
 
 import asyncio
@@ -37,6 +38,14 @@ T = TypeVar("T")
 
 _CLOSE_LIMIT = 60.0  # seconds for the step that is running
 _LONGEST_BURST = 25  # times the lingering over one request
+_STEPS_BETWEEN_PROMPTS = 16  # at most, where prompts interrupt steps that are launched ahead
+
+
+class _Command(NamedTuple):
+    """What the engine's thread does between two steps. `at_rest`: only when the results of all steps are read."""
+
+    run: Callable[[], None]
+    at_rest: bool = True
 
 
 class _Launched(NamedTuple):
@@ -88,10 +97,11 @@ class NativeEngine:
         )
         self.runner = self._make_runner()
         self._launched: deque[_Launched] = deque()
+        self._steps_since_prompts = 0
         self.generated = 0
         self.busy = 0.0
         self._sequences: dict[str, Decoding] = {}
-        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[_Command] = queue.SimpleQueue()
         self._paused = False
         self._closed = False
         self._failure: Exception | None = None
@@ -117,11 +127,11 @@ class NativeEngine:
         prior = request.prior
         sampled = list(prior.tokens), list(prior.logprobs), list(prior.versions)
         sequence = Decoding(request, request.seed, limit, done, *sampled, experts=request.prior_experts)
-        self._commands.put(lambda: self._add(sequence))
+        self._commands.put(_Command(lambda: self._add(sequence), at_rest=False))
         try:
             return await future
         except asyncio.CancelledError:
-            self._commands.put(lambda: self._abort(request.id))
+            self._commands.put(_Command(lambda: self._abort(request.id)))
             raise
 
     async def update_weights(self, update: WeightUpdate) -> int:
@@ -155,7 +165,7 @@ class NativeEngine:
     async def close(self) -> None:
         if not self._closed:
             self._closed = True
-            self._commands.put(lambda: None)
+            self._commands.put(_Command(lambda: None))
             await asyncio.to_thread(self._thread.join, _CLOSE_LIMIT)
 
     async def _command(self, action: Callable[[], T]) -> T:
@@ -171,7 +181,7 @@ class NativeEngine:
 
         if self._closed or not self._thread.is_alive():
             raise EngineError("the engine is closed")
-        self._commands.put(run)
+        self._commands.put(_Command(run))
         return await future
 
     def _check(self, request: Request) -> None:
@@ -214,7 +224,7 @@ class NativeEngine:
                     self._fail_all(EngineError(f"the engine failed: {type(error).__name__}: {error}"), cause=error)
                     break
         while not self._commands.empty():
-            self._commands.get()()
+            self._commands.get().run()
         self._fail_all(EngineError("the engine was closed"))
 
     def _take_commands(self) -> None:
@@ -238,22 +248,32 @@ class NativeEngine:
                 command = self._commands.get(nothing_to_do or waits, None if nothing_to_do else self.runner.linger)
             except queue.Empty:
                 return
-            self._collect(0)
-            command()
+            if command.at_rest:
+                self._collect(0)
+            command.run()
 
     def _step(self) -> None:
         """One round: admit and compute prompts if any can be admitted, else one token for everybody."""
         began = time.perf_counter()
-        admission = self.scheduler.admit()
-        if admission.any:
+        admission = self.scheduler.admit() if self._prompts_are_due() else None
+        if admission is not None and admission.any:
+            self._steps_since_prompts = 0
             self._collect(0)
             self._launched.append(_Launched(admission.fresh, 1, self.version, self.runner.prefill(admission)))
             self.scheduler.note_swapped_in(admission.resumed)
             self._collect(0)
         else:
+            self._steps_since_prompts += 1
             self._launch()
             self._collect(self.runner.ahead)
         self.busy += time.perf_counter() - began
+
+    def _prompts_are_due(self) -> bool:
+        """Whether this step may compute prompts: at once, unless steps are launched ahead and few slots are free."""
+        scheduler = self.scheduler
+        admissible = min(len(scheduler.waiting), self._config.max_batch - len(scheduler.running))
+        many = 8 * admissible >= len(scheduler.running)
+        return many or not self.runner.ahead or self._steps_since_prompts >= _STEPS_BETWEEN_PROMPTS
 
     def _launch(self) -> None:
         """Launch a step of all running sequences.

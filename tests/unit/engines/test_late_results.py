@@ -1,5 +1,6 @@
 """The engine with a runner that keeps the state of its rows and is read one step late, as on a GPU: all tests again."""
 
+import asyncio
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -86,3 +87,29 @@ def test_results_really_are_late(tiny_policy: TinyPolicy) -> None:  # noqa: F405
         return engine.runner.late  # type: ignore[no-any-return]
 
     assert with_engine(tiny_policy(), use) >= 15  # noqa: F405
+
+
+def test_few_free_slots_wait_for_more_prompts(tiny_policy: TinyPolicy) -> None:  # noqa: F405
+    """With 16 slots and answers of many lengths, prompts that fill one slot are not computed one by one."""
+    sizes: list[int] = []
+    plain = LateRunner.prefill
+
+    def prefill(self: LateRunner, admission: Admission) -> Result:
+        sizes.append(len(admission.fresh))
+        return plain(self, admission)
+
+    async def use(engine: NativeEngine) -> list[tuple[int, ...]]:  # noqa: F405
+        requests = [
+            Request(f"r{i}", (5, 6, i), SamplingParams(max_tokens=4 + (i * 7) % 29), seed=i)  # noqa: F405
+            for i in range(64)
+        ]
+        return [c.tokens for c in await asyncio.gather(*map(engine.generate, requests))]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LateRunner, "prefill", prefill)
+        together = with_engine(tiny_policy(), use, max_batch=16)  # noqa: F405
+        assert len(sizes) < 30, "of 64 if each free slot were filled at once"
+        patch.setattr(engine, "_STEPS_BETWEEN_PROMPTS", 0)
+        sizes.clear()
+        assert with_engine(tiny_policy(), use, max_batch=16) == together  # noqa: F405
+        assert len(sizes) > 30
