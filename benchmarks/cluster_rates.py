@@ -140,11 +140,11 @@ def said(load: Load, one: Sampled) -> str | StoredText:
 
 
 def checks(load: Load) -> Found:
-    job = {"check": 7, "reference": "42", "context": {"question": "how many?"}}
+    job = {"check": 7, "reference": "42", "contexts": [{"question": "how many?"}]}
     text = said(load, sampled(load))
     verdict = pack_frame({"done": 7, "score": asdict(Score(1.0))})
-    size = (len(pack_frame({**job, "response": wired(text)})) + len(verdict)) * load.answers
-    seconds = cpu(lambda: [pack_frame({**job, "response": wired(text)}) for _ in range(load.answers)])
+    size = (len(pack_frame({**job, "responses": [wired(text)]})) + len(verdict)) * load.answers
+    seconds = cpu(lambda: [pack_frame({**job, "responses": [wired(text)]}) for _ in range(load.answers)])
     return Found("checks", size, load.tokens, load.answers, seconds)
 
 

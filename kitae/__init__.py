@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from kitae.types import Rollout as Rollout
     from kitae.types import Score as Score
     from kitae.verifiers.base import ScoreFunction as ScoreFunction
+    from kitae.verifiers.base import batched as batched
 
 __version__ = "0.1.0"
 
@@ -43,6 +44,7 @@ _HOMES = {
     "KitaeError": "kitae.errors",
     "Engine": "kitae.engines.base",
     "ScoreFunction": "kitae.verifiers.base",
+    "batched": "kitae.verifiers.base",
     "Trainer": "kitae.trainer.base",
     "Method": "kitae.offline.base",
     "Observer": "kitae.observe.observer",

@@ -4,11 +4,11 @@ import asyncio
 import json
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from numbers import Real
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from kitae.data.chat import Chat
 from kitae.data.tool_arguments import function_of
@@ -33,6 +33,17 @@ class ResponseVerifier(Protocol):
     """Scores responses: a `VerifierPool`, or a replacement for one. A lazy response is read where it is judged."""
 
     async def score(self, response: str | LazyText, reference: Any, context: Mapping[str, Any]) -> Score: ...
+
+
+@runtime_checkable
+class GroupVerifier(ResponseVerifier, Protocol):
+    """One that may judge all answers to a prompt in one call. grouped: whether they are best brought together."""
+
+    @property
+    def grouped(self) -> bool: ...
+    async def scores(
+        self, responses: Sequence[str | LazyText], reference: Any, contexts: Sequence[Mapping[str, Any]]
+    ) -> list[Score]: ...
 
 
 class Suspended(Exception):

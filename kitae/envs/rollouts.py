@@ -1,8 +1,9 @@
 """All episodes of one prompt: generated, journalled and judged."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from kitae.clock import now
 from kitae.config.root import RLConfig
@@ -12,7 +13,7 @@ from kitae.envs.agent_episode import AgentEpisode
 from kitae.envs.base import Agent, World
 from kitae.envs.environment_registry import limits_of
 from kitae.envs.episode import Episode
-from kitae.envs.episode_context import EpisodeContext, ResponseVerifier, Suspended, with_note
+from kitae.envs.episode_context import EpisodeContext, GroupVerifier, ResponseVerifier, Suspended, with_note
 from kitae.errors import root_cause
 from kitae.models.facts import ModelFacts
 from kitae.store.journal import Journal
@@ -33,11 +34,14 @@ class Episodes(EpisodeContext):
         Rollouts that the journal has are taken from it and never sampled again; those that it has in part are
         continued. Complete rollouts are journalled before they are judged. A rollout without a valid verdict is judged
         (again); a failed episode stays failed. Raises `RequestError` or `DataError` if the prompt is impossible, and
-        `Suspended` if the run is stopping.
+        `Suspended` if the run is stopping. A verifier that judges a group together gets all of its answers when the
+        last one is there; those that were judged before a run was killed keep their scores.
         """
         known = {r.index: r for r in journal.rollouts(group)} if journal else {}
         suspended = {r.index: r for r in journal.suspended(group)} if journal else {}
         sampled, judged = [now()], list[float]()
+        together = isinstance(self.verifier, GroupVerifier) and self.verifier.grouped
+        complaints = dict[int, str]()
 
         async def one(index: int) -> Rollout:
             rollout, complaint = known.get(index), ""
@@ -47,8 +51,9 @@ class Episodes(EpisodeContext):
                 episode = self._begin(group, index, prompt, suspended.get(index))
                 rollout, complaint = await self._sample(episode, journal), episode.complaint
             sampled.append(now())
-            if not _is_settled(rollout):
-                rollout = await self._judge(rollout, prompt, complaint, judged, journal)
+            complaints[index] = complaint
+            if not _is_settled(rollout) and not (together and index != GREEDY):
+                (rollout,) = await self._judge([rollout], prompt, [complaint], judged, journal)
             return rollout
 
         async def unless_suspended(index: int) -> Rollout | None:
@@ -68,6 +73,9 @@ class Episodes(EpisodeContext):
         complete = tuple(r for r in results if r is not None)
         if len(complete) < size or (best and last is None):
             raise Suspended
+        if together and not all(map(_is_settled, complete)):
+            said = [complaints.get(r.index, "") for r in complete]
+            complete = tuple(await self._judge(complete, prompt, said, judged, journal))
         if len(sampled) > 1:
             self.span("generate", sampled[0], max(sampled))
         if judged:
@@ -93,22 +101,34 @@ class Episodes(EpisodeContext):
         return rollout
 
     async def _judge(
-        self, rollout: Rollout, prompt: Prompt, complaint: str, judged: list[float], journal: Journal | None
-    ) -> Rollout:
-        assert self.verifier is not None, f"rollout {rollout.id} has no reward, and there is no verifier"
-        context = prompt.context
-        if prompt.messages != (Message("user", str(context.get("question"))),):  # the prompt is more than the question
-            context = {**context, "prompt_messages": [as_dict(m) for m in prompt.messages]}
-        if rollout.transcript:
-            context = {**context, "transcript": [as_dict(m) for m in rollout.transcript]}
-        with self.waiting("the verifier", rollout.id):
-            score = await self.verifier.score(_last_turn(rollout), prompt.reference, context)
+        self,
+        rollouts: Sequence[Rollout],
+        prompt: Prompt,
+        complaints: Sequence[str],
+        judged: list[float],
+        journal: Journal | None,
+    ) -> list[Rollout]:
+        """The rollouts with scores, in one call of the verifier. Failed ones are not shown to it, and those that have a
+        score keep it."""
+        shown = [i for i, rollout in enumerate(rollouts) if rollout.status != "failed"]
+        asked = [(_last_turn(rollouts[i]), _context(rollouts[i], prompt)) for i in shown]
+        which = rollouts[shown[0]].id
+        assert self.verifier is not None, f"rollout {which} has no reward, and there is no verifier"
+        with self.waiting("the verifier", which):
+            if isinstance(self.verifier, GroupVerifier):
+                scores = await self.verifier.scores([r for r, _ in asked], prompt.reference, [c for _, c in asked])
+            else:
+                scores = [await self.verifier.score(r, prompt.reference, c) for r, c in asked]
         judged.append(now())
-        rollout = replace(rollout, score=with_note(score, complaint))
-        if journal:
-            with self.waiting("the journal", rollout.id):
-                await journal.update_score(rollout)
-        return rollout
+        found = list(rollouts)
+        for i, score in zip(shown, scores, strict=True):
+            if _is_settled(found[i]):
+                continue
+            found[i] = replace(found[i], score=with_note(score, complaints[i]))
+            if journal:
+                with self.waiting("the journal", found[i].id):
+                    await journal.update_score(found[i])
+        return found
 
     async def suspend(self) -> None:
         """End all episodes as soon as possible, to be continued by another run. Their groups raise `Suspended`."""
@@ -140,6 +160,16 @@ def episodes_of(
     limits = limits_of(config.env, model.max_context)
     experts = config.algorithm.experts.routing == "engine"
     return Episodes(engine, chat, verifier, world.make, sampling, config.run.seed, limits=limits, experts=experts)
+
+
+def _context(rollout: Rollout, prompt: Prompt) -> Mapping[str, Any]:
+    """What the verifier gets beside the answer and the reference."""
+    context = prompt.context
+    if prompt.messages != (Message("user", str(context.get("question"))),):  # the prompt is more than the question
+        context = {**context, "prompt_messages": [as_dict(m) for m in prompt.messages]}
+    if rollout.transcript:
+        context = {**context, "transcript": [as_dict(m) for m in rollout.transcript]}
+    return context
 
 
 def _last_turn(rollout: Rollout) -> str | LazyText:

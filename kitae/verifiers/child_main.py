@@ -2,11 +2,11 @@
 
 The template loads the verifier once; workers are forked from it (see `kitae.workers.templates.template`).
 
-    setup  {"name", "params"}                                    greeting  {"on_timeout", "repeatable", "warnings"}
-    job    {"allowance", "response", "reference", "context"}     answer    {"score", "seconds", "spoilt"}
+    setup  {"name", "params"}       greeting  {"on_timeout", "repeatable", "grouped", "warnings"}
+    job    {"allowance", "responses", "reference", "contexts"}      answer  {"scores", "seconds", "spoilt"}
 
-`seconds` is processor time. `allowance`, if given, is how much of it the check may use now; the score is null if that
-was not enough.
+The responses of a job answer one prompt. `seconds` is processor time. `allowance`, if given, is how much of it the
+check may use now; the scores are null if that was not enough.
 
 Covered: a score function may print, read stdin, raise, exit, crash, or return nonsense, and the answer is a true score
 or an error. Not covered: malice. The function runs with the user's rights, on their files and network.
@@ -22,7 +22,7 @@ from typing import Any
 from kitae.errors import KitaeWarning, VerifierError
 from kitae.plugins import is_plugin
 from kitae.verifiers.base import Verifier, user_verifier
-from kitae.verifiers.score_calls import call_score, check_params, try_example
+from kitae.verifiers.score_calls import call_scores, check_params, try_example
 from kitae.workers.interruptible_calls import CutShort, briefly, is_spoilt
 from kitae.workers.templates.template_main import Answer, serve
 
@@ -48,6 +48,7 @@ def load(setup: Mapping[str, Any]) -> tuple[Mapping[str, Any], Answer]:
     greeting = {
         "on_timeout": verifier.on_timeout,
         "repeatable": verifier.repeatable,
+        "grouped": verifier.grouped,
         "warnings": said[:_MAX_WORDS].splitlines(),
     }
     return greeting, partial(_answer, verifier, params)
@@ -65,9 +66,9 @@ def _named(name: str) -> Verifier:
 
 def _answer(verifier: Verifier, params: dict[str, Any], job: Mapping[str, Any]) -> Mapping[str, Any]:
     began = process_time()
-    check = partial(call_score, verifier.score, job["response"], job["reference"], job["context"], params)
+    check = partial(call_scores, verifier, job["responses"], job["reference"], job["contexts"], params)
     try:
-        score = asdict(briefly(job["allowance"], check) if job["allowance"] else check())
+        scores = [asdict(score) for score in (briefly(job["allowance"], check) if job["allowance"] else check())]
     except CutShort:
-        score = None
-    return {"score": score, "seconds": process_time() - began, "spoilt": is_spoilt()}
+        scores = None
+    return {"scores": scores, "seconds": process_time() - began, "spoilt": is_spoilt()}

@@ -14,23 +14,25 @@ r"""The `compose` verifier: several verifiers as one, with weights, gates and cl
 The value is the sum of weight times value, clipped. If the value of a part is below its `gate`, the sum ends: later
 parts count 0 and are not run ("format first"). With `inside`, a part reads only the contents of the last tag of that
 name, or an empty text if there is none. Every part logs its unweighted value under its label, and its components as
-"label/component". An error of a part that ran is an error of the whole. Parts run one after the other in one worker,
-also those that wait for a server (`async def`).
+"label/component". An error of a part that ran is an error of the whole. A part that returns None does not apply to
+that answer: it is left out of the sum and of the log, and where no part applies, the answer has no score. Parts run one
+after the other in one worker, also those that wait for a server (`async def`). If one of them judges all answers to a
+prompt together, the whole does, and that part gets those whose gates are open.
 """
 
 import json
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
 from kitae.errors import VerifierError
 from kitae.plugins import is_plugin, nearest
 from kitae.types import Score
-from kitae.verifiers.base import TimeoutMeaning, Verifier
+from kitae.verifiers.base import ScoreFunction, TimeoutMeaning, Verifier
 from kitae.verifiers.plain_text import inside_tag
-from kitae.verifiers.score_calls import call_score, check_params, try_example
+from kitae.verifiers.score_calls import applied, check_params, judged, try_example
 
 _KEYS = ("name", "label", "weight", "gate", "clip", "inside", "params")
 
@@ -70,7 +72,8 @@ class Composition:
             planned, bounds = self.plan(parts, clip)
         except VerifierError as error:
             return Score.error(str(error))
-        return _run(planned, bounds, response, reference, context)
+        (score,) = _run(planned, bounds, [response], reference, [context])
+        return score
 
     def prepare(self, params: Mapping[str, Any]) -> Verifier:
         """The composition as one verifier, after all checks that need no response.
@@ -84,12 +87,20 @@ class Composition:
             if problem := try_example(part.verifier, part.params):
                 raise VerifierError(f"part {part.label!r} of 'compose' {problem}")
 
-        def score_all(response: str, reference: Any, context: Mapping[str, Any], **_: Any) -> Score:
-            return _run(planned, bounds, response, reference, context)
+        def score_one(response: str, reference: Any, context: Mapping[str, Any], **_: Any) -> Score:
+            return _run(planned, bounds, [response], reference, [context])[0]
+
+        def score_all(
+            responses: Sequence[str], references: Sequence[Any], contexts: Sequence[Mapping[str, Any]], **_: Any
+        ) -> list[Score]:
+            return _run(planned, bounds, responses, references[0], contexts)
 
         meanings = {part.verifier.on_timeout for part in planned}
         on_timeout: TimeoutMeaning = "wrong" if meanings == {"wrong"} else "error"
-        return Verifier("compose", score_all, on_timeout, repeatable=all(part.verifier.repeatable for part in planned))
+        repeatable = all(part.verifier.repeatable for part in planned)
+        together = any(part.verifier.grouped for part in planned)
+        score: ScoreFunction = score_all if together else score_one
+        return Verifier("compose", score, on_timeout, repeatable=repeatable, batched=together)
 
     def plan(self, parts: Any, clip: Any = None) -> Plan:
         """The checked parts and the bounds of the sum. Raises `VerifierError` for the first problem."""
@@ -162,34 +173,66 @@ def _bounds(value: Any, what: str) -> tuple[float, float] | None:
     return low, high
 
 
+@dataclass(slots=True)
+class _Sum:
+    """Of the parts that have judged one response. closed: the gate that ended it. problem: why there is no score."""
+
+    value: float = 0.0
+    components: dict[str, float] = field(default_factory=dict)
+    details: list[str] = field(default_factory=list)
+    applied: bool = False
+    closed: str = ""
+    problem: str = ""
+
+    @property
+    def is_open(self) -> bool:
+        return not self.closed and not self.problem
+
+    def add(self, part: Part, score: Score | None) -> None:
+        if score is None:
+            return
+        if not score.valid:
+            self.problem = f"part {part.label!r}: {score.detail}"
+            return
+        value = _clipped(score.value, part.clip)
+        self.applied = True
+        self.value += part.weight * value
+        self.components[part.label] = value
+        self.components |= {f"{part.label}/{name}": component for name, component in score.components.items()}
+        if score.detail:
+            self.details.append(f"{part.label}: {score.detail}")
+        if part.gate is not None and value < part.gate:
+            self.closed = part.label
+            self.details.append(f"gate {part.label!r} is closed")
+
+    def score(self, bounds: tuple[float, float] | None) -> Score:
+        if self.problem:
+            return Score.error(self.problem)
+        if not self.applied:
+            return judged(None)
+        return Score(_clipped(self.value, bounds), self.components, detail="; ".join(self.details))
+
+
 def _run(
     parts: tuple[Part, ...],
     bounds: tuple[float, float] | None,
-    response: str,
+    responses: Sequence[str],
     reference: Any,
-    context: Mapping[str, Any],
-) -> Score:
-    total, closed = 0.0, ""
-    components: dict[str, float] = {}
-    details: list[str] = []
+    contexts: Sequence[Mapping[str, Any]],
+) -> list[Score]:
+    sums = [_Sum() for _ in responses]
     for part in parts:
-        if closed:
-            components[part.label] = 0.0
+        for each in sums:
+            if each.closed:
+                each.components[part.label] = 0.0
+        chosen = [i for i, each in enumerate(sums) if each.is_open]
+        if not chosen:
             continue
-        text = response if part.inside is None else inside_tag(response, part.inside) or ""
-        score = call_score(part.verifier.score, text, reference, context, part.params)
-        if not score.valid:
-            return Score.error(f"part {part.label!r}: {score.detail}")
-        value = _clipped(score.value, part.clip)
-        total += part.weight * value
-        components[part.label] = value
-        components |= {f"{part.label}/{name}": component for name, component in score.components.items()}
-        if score.detail:
-            details.append(f"{part.label}: {score.detail}")
-        if part.gate is not None and value < part.gate:
-            closed = part.label
-            details.append(f"gate {closed!r} is closed")
-    return Score(_clipped(total, bounds), components, detail="; ".join(details))
+        texts = [responses[i] if part.inside is None else inside_tag(responses[i], part.inside) or "" for i in chosen]
+        scores = applied(part.verifier, texts, reference, [contexts[i] for i in chosen], part.params)
+        for i, score in zip(chosen, scores, strict=True):
+            sums[i].add(part, score)
+    return [each.score(bounds) for each in sums]
 
 
 def _clipped(value: float, bounds: tuple[float, float] | None) -> float:

@@ -22,7 +22,7 @@ import json
 import re
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,15 +70,16 @@ class PoolStats:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What the template says of the verifier: `Loaded("wrong", repeatable=True, warnings=())`."""
+    """What the template says of the verifier: `Loaded("wrong", repeatable=True, grouped=False, warnings=())`."""
 
     on_timeout: TimeoutMeaning
     repeatable: bool
+    grouped: bool
     warnings: tuple[str, ...]
 
     @classmethod
     def of(cls, greeting: Mapping[str, Any]) -> Self:
-        return cls(greeting["on_timeout"], greeting["repeatable"], tuple(greeting["warnings"]))
+        return cls(greeting["on_timeout"], greeting["repeatable"], greeting["grouped"], tuple(greeting["warnings"]))
 
 
 class VerifierPool:
@@ -154,22 +155,42 @@ class VerifierPool:
         for worker in self._workers:
             self._idle.put(worker)
 
+    @property
+    def grouped(self) -> bool:
+        """Whether the answers to a prompt are best brought together, with `scores`."""
+        return self._waiting is None and self._template.greeting.grouped
+
     async def score(self, response: str | LazyText, reference: Any, context: Mapping[str, Any] = _NOTHING) -> Score:
-        if not self._running:
-            raise VerifierError("a verifier pool scores between start() and close(), got a call outside")
-        score = await self._judged(response, reference, context)
-        self.stats.checked += 1
-        self.stats.errors += not score.valid
+        (score,) = await self.scores([response], reference, [context])
         return score
 
-    async def _judged(self, response: str | LazyText, reference: Any, context: Mapping[str, Any]) -> Score:
+    async def scores(
+        self, responses: Sequence[str | LazyText], reference: Any, contexts: Sequence[Mapping[str, Any]]
+    ) -> list[Score]:
+        """Of the answers to one prompt, each with its context, in one check, if the verifier is `grouped`; else in one
+        for each. The time for a check is `timeout` for each of its answers."""
+        if not self._running:
+            raise VerifierError("a verifier pool scores between start() and close(), got a call outside")
+        if self.grouped:
+            found = await self._judged(responses, reference, contexts)
+        else:
+            each = (self._judged([r], reference, [c]) for r, c in zip(responses, contexts, strict=True))
+            found = [score for scores in await asyncio.gather(*each) for score in scores]
+        self.stats.checked += len(found)
+        self.stats.errors += sum(not score.valid for score in found)
+        return found
+
+    async def _judged(
+        self, responses: Sequence[str | LazyText], reference: Any, contexts: Sequence[Mapping[str, Any]]
+    ) -> list[Score]:
         """A text that lies in a file is read first; where it cannot be, there is nothing to judge."""
         try:
-            text = response if isinstance(response, str) else await asyncio.to_thread(str, response)
+            texts = [r if isinstance(r, str) else await asyncio.to_thread(str, r) for r in responses]
         except StoreError as error:
-            return Score.error(str(error))
-        check = self._wait_for if self._waiting else self._check
-        return await check(text, reference, context)
+            return [Score.error(str(error))] * len(responses)
+        if self._waiting:
+            return [await self._wait_for(texts[0], reference, contexts[0])]
+        return await self._check(texts, reference, contexts)
 
     async def close(self) -> None:
         self._running = False
@@ -198,41 +219,46 @@ class VerifierPool:
         except Exception as error:
             return Score.error(f"{type(error).__name__}: {error}")
 
-    async def _check(self, response: str, reference: Any, context: Mapping[str, Any]) -> Score:
+    async def _check(
+        self, responses: Sequence[str], reference: Any, contexts: Sequence[Mapping[str, Any]]
+    ) -> list[Score]:
+        count = len(responses)
         try:
-            job = json.dumps({"response": response, "reference": reference, "context": dict(context)})
+            job = json.dumps({"responses": responses, "reference": reference, "contexts": list(map(dict, contexts))})
         except (TypeError, ValueError, RecursionError) as error:
-            return Score.error(f"reference and context must be JSON values: {error}")
-        score, starved, killed = None, False, False
-        loaded = self._template.greeting
+            return [Score.error(f"reference and context must be JSON values: {error}")] * count
+        scores, lost, starved, killed = None, None, False, False
+        loaded, timeout = self._template.greeting, self.timeout * count
         lane = 0 if loaded.repeatable else len(_TRIES)
-        while score is None:
+        while scores is None:
             try:
-                score = await self._attempt(job, lane)
+                scores = await self._attempt(job, lane, timeout)
                 lane += 1
             except OutOfTimeError as late:
                 if late.reason == "computed" or (late.reason == "waited" and loaded.on_timeout == "error"):
-                    score = self._timed_out(late.reason)
+                    lost = self._timed_out(late.reason, timeout)
                 elif starved:
                     why = "kept from the processor" if late.reason == "starved" else "waiting"
-                    score = Score.error(f"not checked within {self.timeout:g} s of its own time, twice: it was {why}")
+                    lost = Score.error(f"not checked within {timeout:g} s of its own time, twice: it was {why}")
                 else:
                     starved = True
                     self.stats.retries += 1
             except WorkerDied as death:
                 if killed or not _KILLED.search(str(death)):
-                    score = Score.error(f"verifier worker died: {death}")
+                    lost = Score.error(f"verifier worker died: {death}")
                 killed = True
-        return score
+            if lost is not None:
+                scores = [lost] * count
+        return scores
 
-    def _timed_out(self, reason: str) -> Score:
+    def _timed_out(self, reason: str, timeout: float) -> Score:
         self.stats.timeouts += 1
-        detail = f"timed out after {self.timeout:g} s"
+        detail = f"timed out after {timeout:g} s"
         wrong = self._template.greeting.on_timeout == "wrong" and reason == "computed"
         return Score(0.0, detail=detail) if wrong else Score.error(detail)
 
-    async def _attempt(self, job: str, lane: int) -> Score | None:
-        """The score of a check; None if it was interrupted at this try. Raises where its worker is lost."""
+    async def _attempt(self, job: str, lane: int, timeout: float) -> list[Score] | None:
+        """The scores of a check; None if it was interrupted at this try. Raises where its worker is lost."""
         worker = await self._take(lane)
         usual = self._first if worker.fresh else self._later
         allowance = None
@@ -243,12 +269,12 @@ class VerifierPool:
         self._watch(worker, usual.patience())
         healthy = False
         try:
-            checked = await worker.ask(next(self._job_ids), job, allowance, self.timeout)
+            checked = await worker.ask(next(self._job_ids), job, allowance, timeout)
             healthy = True
-            if checked.score is not None:
+            if checked.scores is not None:
                 usual.add(monotonic() - began)
                 self._processor.add(checked.seconds)
-            return checked.score
+            return checked.scores
         finally:
             worker.watch.cancel()
             self.stats.restarts += self._running and not healthy
@@ -456,9 +482,9 @@ class _Usual:
 
 @dataclass(frozen=True, slots=True)
 class _Checked:
-    """`_Checked(Score(1.0), seconds=0.002)` of processor time; no score: the check was interrupted."""
+    """`_Checked([Score(1.0)], seconds=0.002)` of processor time; no scores: the check was interrupted."""
 
-    score: Score | None
+    scores: list[Score] | None
     seconds: float
 
 
@@ -498,7 +524,8 @@ class _Worker:
         head = json.dumps({"id": job_id, "allowance": allowance})
         try:
             reply = await self._process.ask(f"{head[:-1]}, {job[1:]}\n".encode(), job_id, timeout)
-            checked = _Checked(Score(**reply["score"]) if reply["score"] else None, reply["seconds"])
+            scores = reply["scores"]
+            checked = _Checked(None if scores is None else [Score(**each) for each in scores], reply["seconds"])
             self.answered += 1
             self.spoilt = reply["spoilt"]
             return checked

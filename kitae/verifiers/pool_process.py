@@ -20,6 +20,7 @@ def main(setup: dict[str, Any], stream: socket.socket) -> None:
     async def make(send: Send) -> VerifierWorker:
         host = VerifierWorker(setup, send)
         await host.pool.start()
+        host.greeting = {"grouped": host.pool.grouped}
         return host
 
     serve(stream, make)
@@ -37,8 +38,9 @@ class VerifierWorker(Served):
 
     async def _score(self, frame: Frame) -> Reply:
         header = frame.header
-        score = await self.pool.score(_response(header["response"]), header["reference"], header["context"])
-        return {"score": asdict(score)}, {}
+        responses = [_response(each) for each in header["responses"]]
+        scores = await self.pool.scores(responses, header["reference"], header["contexts"])
+        return {"scores": [asdict(score) for score in scores]}, {}
 
     async def close(self) -> None:
         await self.pool.close()

@@ -8,9 +8,10 @@ Each host has its own workers, its own companion (a reward model, say) and its o
 check, and who replaces a lost host, is decided in `kitae.workers.pool`.
 """
 
+import asyncio
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Self
@@ -40,9 +41,14 @@ class VerifierHost:
         self.remote = remote
         self.lost = remote.lost
 
-    async def score(self, job: Mapping[str, Any]) -> Score:
+    @property
+    def grouped(self) -> bool:
+        return bool(self.remote.greeting["grouped"])
+
+    async def scores(self, job: Mapping[str, Any]) -> list[Score]:
         """`WorkerLost` where the host is lost over it."""
-        return Score(**(await self.remote.call("score", limit=math.inf, **job)).header["score"])
+        reply = await self.remote.call("score", limit=math.inf, **job)
+        return [Score(**each) for each in reply.header["scores"]]
 
     async def close(self) -> None:
         await self.remote.close()
@@ -74,6 +80,7 @@ class HostedPool(WorkerPool[VerifierHost]):
         replacement = Replacement(retry=_RETRY)
         super().__init__(self._begin, hosts, patience=patience, replacement=replacement, note=note or log.info)
         self.timeout = config.timeout
+        self.grouped = False
         self._stats = PoolStats()
         self._verifier = config.name
         self._setup = config.model_dump(include={"name", "params", "workers", "timeout"})
@@ -89,27 +96,41 @@ class HostedPool(WorkerPool[VerifierHost]):
         return gold_of(self._verifier, prompt)
 
     async def score(self, response: str | LazyText, reference: Any, context: Mapping[str, Any] = _NOTHING) -> Score:
-        if not self.running:
-            raise VerifierError("a verifier pool scores between start() and close(), got a call outside")
-        score = await self._scored({"response": wired(response), "reference": reference, "context": dict(context)})
-        self._stats.checked += 1
-        self._stats.errors += not score.valid
+        (score,) = await self.scores([response], reference, [context])
         return score
 
-    async def _scored(self, job: Mapping[str, Any]) -> Score:
+    async def scores(
+        self, responses: Sequence[str | LazyText], reference: Any, contexts: Sequence[Mapping[str, Any]]
+    ) -> list[Score]:
+        """Of the answers to one prompt: together, if the verifier is `grouped`."""
+        if not self.running:
+            raise VerifierError("a verifier pool scores between start() and close(), got a call outside")
+        each = [(wired(r), dict(c)) for r, c in zip(responses, contexts, strict=True)]
+        batches = [each] if self.grouped else [[one] for one in each]
+        scored = (
+            self._scored({"responses": [r for r, _ in b], "reference": reference, "contexts": [c for _, c in b]})
+            for b in batches
+        )
+        found = [score for scores in await asyncio.gather(*scored) for score in scores]
+        self._stats.checked += len(found)
+        self._stats.errors += sum(not score.valid for score in found)
+        return found
+
+    async def _scored(self, job: Mapping[str, Any]) -> list[Score]:
+        count = len(job["responses"])
         for tried in range(_TRIES):
             self._stats.retries += tried > 0
             try:
                 await self.some()
                 with self.use() as host:
-                    return await host.score(job)
+                    return await host.scores(job)
             except WorkerLost:
                 continue
             except VerifierError as error:
-                return Score.error(str(error))
+                return [Score.error(str(error))] * count
             except (TypeError, ValueError, RecursionError) as error:
-                return Score.error(f"reference and context must be JSON values: {error}")
-        return Score.error(f"its verifier host was lost {_TRIES} times")
+                return [Score.error(f"reference and context must be JSON values: {error}")] * count
+        return [Score.error(f"its verifier host was lost {_TRIES} times")] * count
 
     async def _begin(self, number: int) -> VerifierHost:
         name = self.name_of(number)
@@ -118,7 +139,9 @@ class HostedPool(WorkerPool[VerifierHost]):
             remote = await RemoteWorker.start(self._cluster, spec, self._limits, VerifierError, self._on_event)
         except WorkerLost as error:
             raise VerifierError(f"{name} could not start: {error}") from None
-        return VerifierHost(remote)
+        host = VerifierHost(remote)
+        self.grouped = host.grouped  # as all of them say
+        return host
 
     def _on_event(self, frame: Frame) -> None:
         self.note(frame.header["text"])

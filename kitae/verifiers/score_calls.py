@@ -1,9 +1,24 @@
-"""Calls of score functions: params are checked before, results after, and every outcome is a score."""
+"""Calls of score functions: params are checked before, results after, and every outcome is a score.
+
+This is the one way in which a Python function judges answers, whether it comes with Kitae, from `file.py:function` or
+from a cell of a notebook:
+
+    call_scores(verifier, responses, reference, contexts, params) ──► a Score for each response
+
+The responses answer one prompt and have its reference in common; each has a context of its own. A plain function is
+called for each. An `async def` is called for each too, and all are awaited together. One that is `batched` is called
+once, `function(responses, references, contexts, **params)`, and returns a list of as many results, in their order.
+
+A result is a `Score`, a number, a bool, or a dict with "score"; or None: the function does not apply to that answer.
+In a sum of several (`kitae.verifiers.compose`) it is left out then; where none applies, the answer has no score, which
+is an error of that sample. So is whatever else a function returns or raises; a batched one that raises, or returns a
+list of another length, leaves the whole batch without scores.
+"""
 
 import asyncio
 import inspect
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -32,16 +47,86 @@ def check_params(verifier: Verifier, params: Mapping[str, Any]) -> None:
 
 
 def call_score(function: ScoreFunction, response: str, reference: Any, context: Any, params: dict[str, Any]) -> Score:
-    """Call a score function. Whatever it does, the result is a finite score, or an error that says what happened."""
+    """Call a function for one response. Whatever it does, the result is a finite score, or an error that says what
+    happened."""
+    return judged(_called(function, (response, reference, context), params))
+
+
+def call_scores(
+    verifier: Verifier, responses: Sequence[str], reference: Any, contexts: Sequence[Any], params: dict[str, Any]
+) -> list[Score]:
+    """A finite score for each response, or an error that says what happened."""
+    return [judged(found) for found in applied(verifier, responses, reference, contexts, params)]
+
+
+def applied(
+    verifier: Verifier, responses: Sequence[str], reference: Any, contexts: Sequence[Any], params: dict[str, Any]
+) -> list[Score | None]:
+    """Like `call_scores`; None where the function does not apply to an answer."""
+    function, each = verifier.score, list(zip(responses, contexts, strict=True))
+    if verifier.batched:
+        return _called_once(function, list(responses), reference, list(contexts), params)
+    if not verifier.grouped or len(each) == 1:
+        return [_called(function, (response, reference, context), params) for response, context in each]
+
+    async def one(response: str, context: Any) -> Score | None:
+        try:
+            found: Any = function(response, reference, context, **params)
+            return _read(await found)
+        except CutShort:
+            raise
+        except BaseException as error:
+            return _raised(error)
+
+    async def all_together() -> list[Score | None]:
+        return list(await asyncio.gather(*(one(response, context) for response, context in each)))
+
+    return asyncio.run(all_together())
+
+
+def judged(found: Score | None) -> Score:
+    return _refused("no reward applies to this answer, got None") if found is None else found
+
+
+def _called(function: ScoreFunction, given: tuple[Any, Any, Any], params: dict[str, Any]) -> Score | None:
     try:
-        result: Any = function(response, reference, context, **params)
-        return as_score(asyncio.run(result) if inspect.iscoroutine(result) else result)
+        result: Any = function(*given, **params)
+        return _read(asyncio.run(result) if inspect.iscoroutine(result) else result)
     except CutShort:
         raise
     except BaseException as error:  # SystemExit too: a score function must not end the worker
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        where = f"{Path(frame.filename).name}:{frame.lineno}"
-        return _refused(f"{type(error).__name__}: {_words_of(error)}"[:_MAX_DETAIL] + f" ({where})")
+        return _raised(error)
+
+
+def _called_once(
+    function: ScoreFunction, responses: list[str], reference: Any, contexts: list[Any], params: dict[str, Any]
+) -> list[Score | None]:
+    count = len(responses)
+    try:
+        result: Any = function(responses, [reference] * count, contexts, **params)
+        result = asyncio.run(result) if inspect.iscoroutine(result) else result
+        if getattr(result, "ndim", 0) == 1:  # an array of numpy's or torch's
+            result = result.tolist()
+    except CutShort:
+        raise
+    except BaseException as error:
+        return [_raised(error)] * count
+    if not isinstance(result, list | tuple) or len(result) != count:
+        got = f"{len(result)} of them" if isinstance(result, list | tuple) else type(result).__name__
+        return [
+            _refused(f"a batched function must return a list of {count} scores, one for each response, got {got}")
+        ] * (count)
+    return [_read(each) for each in result]
+
+
+def _read(result: Any) -> Score | None:
+    return None if result is None else as_score(result)
+
+
+def _raised(error: BaseException) -> Score:
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    where = f"{Path(frame.filename).name}:{frame.lineno}"
+    return _refused(f"{type(error).__name__}: {_words_of(error)}"[:_MAX_DETAIL] + f" ({where})")
 
 
 def as_score(result: Any) -> Score:
@@ -104,7 +189,7 @@ def try_example(verifier: Verifier, params: Mapping[str, Any]) -> str:
     example = verifier.example_for(params)
     if example is None:
         return ""
-    score = call_score(verifier.score, *example, {}, dict(params))
+    (score,) = call_scores(verifier, [example[0]], example[1], [{}], dict(params))
     fits = callable(verifier.example) or not params  # other params may require more than the example has
     if score.valid and (score.value == 1 or not fits):
         return ""

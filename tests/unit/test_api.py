@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("warm_verifiers")
 PAGE = Path(__file__).parents[2] / "docs" / "api.md"
 PROMISED = {
     *("train", "resume", "evaluate", "sample", "sample_to_file", "load"),
-    *("Engine", "Environment", "Observation", "ScoreFunction", "Trainer", "Method", "Observer"),
+    *("batched", "Engine", "Environment", "Observation", "ScoreFunction", "Trainer", "Method", "Observer"),
     *("Prompt", "Message", "Rollout", "Group", "Score", "Result", "Evaluation", "Selection", "KitaeError"),
 }
 

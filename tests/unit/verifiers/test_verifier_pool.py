@@ -178,7 +178,7 @@ def test_what_is_an_error_and_never_a_0(hostile: str) -> None:
         "sys.exit": "SystemExit: 0",
         "interrupt": "KeyboardInterrupt",
         "recurse": "RecursionError",
-        "none": "must return a Score, a float, a bool or a dict with 'score', got NoneType",
+        "none": "no reward applies to this answer, got None",
         "text": "got str",
         "vector": "got ndarray",
         "generator": "got generator",
