@@ -18,6 +18,7 @@ from torch import Tensor
 from kitae.data.packing import Row, lay_out, pack
 from kitae.errors import RequestError
 from kitae.kernels.transfer import send
+from kitae.models.adapters import Adapter, SlicedRows, using
 from kitae.models.logprobs import chunk_logits
 from kitae.models.policy import Policy
 from kitae.models.scorer import RowAttention
@@ -43,6 +44,7 @@ class _Wanted:
     tokens: tuple[int, ...]
     top: int
     temperature: float
+    adapter: Adapter | None
     found: "asyncio.Future[ScoredText]"
 
 
@@ -56,7 +58,9 @@ class TextScorer:
         self._threads = torch.get_num_threads()
         self._thread = ThreadPoolExecutor(1, "kitae-scoring")
 
-    async def score(self, tokens: Sequence[int], top: int = 0, temperature: float = 1.0) -> ScoredText:
+    async def score(
+        self, tokens: Sequence[int], top: int = 0, temperature: float = 1.0, adapter: Adapter | None = None
+    ) -> ScoredText:
         """Raises `RequestError` where the tokens are not the model's, or more than its context holds."""
         most, context = self._policy.vocabulary - 1, self._policy.max_context
         if not tokens or min(tokens) < 0 or max(tokens) > most:
@@ -66,7 +70,7 @@ class TextScorer:
         if len(tokens) == 1:
             return ScoredText((), ())
         found: asyncio.Future[ScoredText] = asyncio.get_running_loop().create_future()
-        self._waiting.append(_Wanted(tuple(tokens), top, temperature, found))
+        self._waiting.append(_Wanted(tuple(tokens), top, temperature, adapter, found))
         if self._working is None or self._working.done():
             self._working = asyncio.create_task(self._work())
         return await found
@@ -107,7 +111,10 @@ class TextScorer:
     def _score_row(self, row: Row, asked: Sequence[_Wanted]) -> list[ScoredText]:
         device = self._policy.device
         tokens_T, positions_T, source_N = (send(a, device) for a in (row.tokens_T, row.positions_T, row.source_N))
-        hidden_NH = self._policy.hidden(tokens_T, positions_T, RowAttention(row.spans, positions_T))[source_N]
+        spans = zip(asked, row.spans, strict=True)
+        adapters = SlicedRows([(w.adapter, span.start, span.start + span.length) for w, span in spans])
+        with using(adapters):
+            hidden_NH = self._policy.hidden(tokens_T, positions_T, RowAttention(row.spans, positions_T))[source_N]
         inverse = [1.0 / w.temperature if w.temperature > 0 else 1.0 for w in asked]
         inverse_N = torch.tensor(np.repeat(inverse, row.lengths), dtype=torch.float32, device=device)
         target_N = torch.as_tensor(row.target_N, device=device)

@@ -43,6 +43,22 @@ def learning_rate(config: LearningConfig, update: int, total_updates: int) -> fl
 
 
 @dataclass(frozen=True, slots=True)
+class Pace:
+    """What one update goes by: `Pace(1e-4, betas=(0.9, 0.95), eps=1e-12, weight_decay=0.0, clip_norm=1.0)`."""
+
+    rate: float
+    betas: tuple[float, float] = (0.9, 0.99)
+    eps: float = _EPS
+    weight_decay: float = 0.0
+    clip_norm: float = math.inf
+
+    @classmethod
+    def of(cls, config: LearningConfig, update: int, total_updates: int) -> "Pace":
+        rate = learning_rate(config, update, total_updates)
+        return cls(rate, config.betas, _EPS, config.weight_decay, config.clip_norm)
+
+
+@dataclass(frozen=True, slots=True)
 class Update:
     """`Update(norm=0.7, rate=1e-5, applied=True)`: the gradient's norm before clipping; whether the weights moved."""
 
@@ -78,19 +94,19 @@ class Optimizer:
         self._dtype = getattr(torch, config.moments)
         self._moments: list[_Moments | None] = [None] * len(self.masters)
 
-    def step(self, ranks: Ranks | None = None, *, skip: bool = False) -> Update:
+    def step(self, ranks: Ranks | None = None, *, skip: bool = False, pace: Pace | None = None) -> Update:
         """Clip, update, round back, and clear the gradients. A gradient that is not finite leaves the weights alone.
 
         ranks: those that hold the other parts of the gradient; None: this is all of it. skip: the loss was not finite,
-        so the weights stay as they are whatever the gradient is.
+        so the weights stay as they are whatever the gradient is. pace: None: that of the settings.
         """
         self._take_gradients()
         found = [(m.grad, p) for m, p in zip(self.masters, self.parameters, strict=True) if m.grad is not None]
         norm = (ranks or Alone()).norm(found)
-        rate = learning_rate(self.config, self.updates, self.total_updates)
-        limit = self.config.clip_norm
+        pace = pace or Pace.of(self.config, self.updates, self.total_updates)
+        limit = pace.clip_norm
         scale = torch.where(norm > limit, limit / (norm + 1e-6), 1.0).where(norm.isfinite(), torch.nan)
-        touched = self._update(scale * torch.nan if skip else scale, rate)
+        touched = self._update(scale * torch.nan if skip else scale, pace)
         # The host asks for the norm only when all kernels are launched.
         finite = math.isfinite(norm.item()) and not skip
         for moments in touched:
@@ -98,7 +114,7 @@ class Optimizer:
         for master in self.masters:
             master.grad = None
         self.updates += 1
-        return Update(norm.item(), rate, finite)
+        return Update(norm.item(), pace.rate, finite)
 
     def _take_gradients(self) -> None:
         """Point fp32 masters of shards to torch's current tensors and gradients, which it may have replaced."""
@@ -109,7 +125,7 @@ class Optimizer:
                 parameter.grad = None
 
     @torch.no_grad()
-    def _update(self, scale: Tensor, rate: float) -> list["_Moments"]:
+    def _update(self, scale: Tensor, pace: Pace) -> list["_Moments"]:
         """Update every master that has a gradient, times `scale`; a scale of NaN changes nothing."""
         touched, rounded = [], []
         alike: dict[tuple[AdamWStep, int, torch.device], list[AdamWPart]] = {}
@@ -127,8 +143,8 @@ class Optimizer:
             if self._apart[i] and isinstance(master, Tensor):
                 rounded.append((own, master))
         for (step, before, device), parts in alike.items():
-            pace = AdamWPace(before + 1, rate, self.config.betas, _EPS, self.config.weight_decay)
-            step(parts, scale.to(device), pace)
+            now = AdamWPace(before + 1, pace.rate, pace.betas, pace.eps, pace.weight_decay)
+            step(parts, scale.to(device), now)
         for own, master in rounded:
             own.copy_(master)
         return touched

@@ -7,13 +7,15 @@ from kitae.engines.native.runner import ModelRunner
 from kitae.errors import EngineError
 from kitae.kernels.cpu import packed
 from kitae.kernels.devices import has_triton
+from kitae.models.adapters import adapted_layers
 from kitae.models.policy import Policy
 
 
 def make_runner(
     policy: Policy, cache: KVCache, config: EngineConfig, *, plain: bool = False, draft_tokens: int = 0
 ) -> ModelRunner:
-    """Kernels and graphs on a GPU with Triton, a compiled decoder on a CPU, else the policy's own modules.
+    """Kernels and graphs on a GPU with Triton, a compiled decoder on a CPU, else the policy's own modules, which also
+    run where rows have adapters of their own.
 
     plain: the policy's own modules and torch, without kernels. draft_tokens: of each sequence, see `ModelRunner`.
     """
@@ -26,6 +28,9 @@ def make_runner(
             raise EngineError(f"an exact policy needs engine.{setting} = 'model', got {value!r}: 8 bits are not exact")
     if policy.exact and plain:
         raise EngineError("an exact policy runs on kernels of its own, got a plain engine, which has none")
+    if adapted_layers(policy):  # rows of a pass differ: a graph, or merged weights, would be those of one adapter
+        plain = plain or cache.eight_bits
+        return ModelRunner(policy, cache, plain=plain, draft_tokens=draft_tokens, proves=proves)
     if policy.exact and policy.device.type == "cpu":
         return ModelRunner(policy, cache, draft_tokens=draft_tokens, proves=proves)
     if not plain and policy.device.type == "cuda" and has_triton():

@@ -29,6 +29,7 @@ from kitae.engines.native.sequence import Decoding, Sketch
 from kitae.errors import EngineError, RequestError
 from kitae.kernels.allocation import return_freed_memory
 from kitae.kernels.openmp import dismiss_team
+from kitae.models.adapters import Adapter
 from kitae.models.policy import Policy
 from kitae.models.routing import RouterShape
 from kitae.types import FinishReason
@@ -115,8 +116,9 @@ class NativeEngine:
 
     # The async interface. Each call becomes a command for the engine's thread.
 
-    async def generate(self, request: Request) -> Completion:
-        self._check(request)
+    async def generate(self, request: Request, adapter: Adapter | None = None) -> Completion:
+        """adapter: one of those that `kitae.models.adapters` adds to rows; the caller does not change it meanwhile."""
+        self._check(request, adapter)
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Completion] = loop.create_future()
 
@@ -126,7 +128,9 @@ class NativeEngine:
         limit = min(request.sampling.max_tokens, self.policy.max_context - len(request.prompt_tokens))
         prior = request.prior
         sampled = list(prior.tokens), list(prior.logprobs), list(prior.versions)
-        sequence = Decoding(request, request.seed, limit, done, *sampled, experts=request.prior_experts)
+        sequence = Decoding(
+            request, request.seed, limit, done, *sampled, experts=request.prior_experts, adapter=adapter
+        )
         self._commands.put(_Command(lambda: self._add(sequence), at_rest=False))
         try:
             return await future
@@ -184,7 +188,7 @@ class NativeEngine:
         self._commands.put(_Command(run))
         return await future
 
-    def _check(self, request: Request) -> None:
+    def _check(self, request: Request, adapter: Adapter | None) -> None:
         """Refuse what can never work; nothing else in flight is touched."""
         if self._closed or self._failure is not None:
             raise EngineError(f"the engine is closed{f': {self._failure}' if self._failure else ''}")
@@ -193,6 +197,8 @@ class NativeEngine:
         length, context = len(request.prompt_tokens), self.policy.max_context
         if length == 0:
             raise RequestError(f"request {request.id!r}: the prompt is empty")
+        if adapter is not None and request.session:  # its cache would be that of another adapter
+            raise RequestError(f"request {request.id!r}: one with an adapter must have no session")
         if length >= context:
             raise RequestError(
                 f"request {request.id!r}: a prompt of {length} tokens leaves no room in the context of {context}"

@@ -17,6 +17,7 @@ from kitae.engines.proof import directions, sketch
 from kitae.errors import EngineError
 from kitae.kernels.devices import decoding_kernels
 from kitae.kernels.exact.exact_attention import Reach
+from kitae.models.adapters import Adapter, RowAdapters, using
 from kitae.models.policy import Policy
 from kitae.models.routing import is_router, routers_of, watch_routing
 
@@ -50,6 +51,7 @@ class ModelRunner:
         self.draft_tokens = 0 if any(map(is_router, policy.model.modules())) else draft_tokens
         self._weight_bytes = sum(p.numel() * p.element_size() for p in policy.model.parameters())
         self.kernels = None if plain else decoding_kernels(policy.device, policy.dtype, policy.head_dim)
+        self.adapters = RowAdapters(policy.device)
         self._routers = [] if cache.experts is None else routers_of(policy.model)
 
     def weights_changed(self) -> None:
@@ -81,23 +83,25 @@ class ModelRunner:
         positions: list[int] = []
         stretches: list[Stretch] = []
         pages_of_T: list[int] = []
+        adapters: list[Adapter | None] = []
 
-        def add(sequence_tokens: tuple[int, ...], start: int, pages: list[int]) -> None:
+        def add(sequence_tokens: tuple[int, ...], start: int, pages: list[int], adapter: Adapter | None) -> None:
             end = len(sequence_tokens)
+            adapters.extend([adapter] * (end - start))
             stretches.append(Stretch(len(tokens), end - start, start, pages))
             tokens.extend(sequence_tokens[start:])
             positions.extend(range(start, end))
             pages_of_T.extend(pages[t // page_size] for t in range(start, end))
 
         for prefix in admission.prefixes:
-            add(prefix.tokens, prefix.start, prefix.pages)
+            add(prefix.tokens, prefix.start, prefix.pages, prefix.adapter)
         for s in admission.resumed:
             if s.swapped is not None:
                 continue
             # From the last shared page border on: the tail of the prompt goes into the sequence's own page again.
             start = s.prompt_length // page_size * page_size
             if s.cached > start:
-                add((*s.request.prompt_tokens, *s.tokens[:-1]), start, s.pages)
+                add((*s.request.prompt_tokens, *s.tokens[:-1]), start, s.pages, s.adapter)
         if not stretches:
             return
         positions_T = torch.tensor(positions, device=self.device)
@@ -107,7 +111,7 @@ class ModelRunner:
             runs = [(s.row, s.length, s.start, s.pages) for s in stretches]
             group = self.policy.heads // self.policy.kv_heads
             context = ExactAttention(self.cache, Reach.of(runs, page_size, group, self.device), *places)
-        with self.recording(*places):
+        with self.recording(*places), using(self.adapters.of(adapters)):
             hidden = self._prompt_states(torch.tensor(tokens, device=self.device), positions_T, context)
         for prefix, stretch in zip(admission.prefixes, stretches, strict=False):
             prefix.hidden = hidden[stretch.row + stretch.length - 1].clone()
@@ -137,7 +141,8 @@ class ModelRunner:
             row[: len(s.pages)] = s.pages
         lengths_B = torch.from_numpy(lengths).to(self.device)
         tokens_B = torch.tensor([token for text in texts for token in text], device=self.device)
-        hidden = self._decode_states(tokens_B, lengths_B, torch.from_numpy(table).to(self.device))
+        with using(self.adapters.of([s.adapter for s, _ in rows])):
+            hidden = self._decode_states(tokens_B, lengths_B, torch.from_numpy(table).to(self.device))
         drawn = self._sample(self._logits(hidden), [s for s, _ in rows], hidden, [i for _, i in rows])
         return drawn if width == 1 else lambda: accepted(texts, width, *drawn())
 

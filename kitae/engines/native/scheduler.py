@@ -115,7 +115,8 @@ class Scheduler:
             return False
         if prefix is None:
             self.session_prefixes.pop(sequence.request.session, None)
-            prefix = Prefix(sequence.key, kept.pages + self.pool.take(prompt), len(kept.tokens))
+            pages = kept.pages + self.pool.take(prompt)
+            prefix = Prefix(sequence.key, pages, len(kept.tokens), adapter=sequence.adapter)
             self.prefixes[sequence.key] = prefix
             admission.prefixes.append(prefix)
             self.prompt_tokens += sequence.prompt_length - len(kept.tokens)

@@ -8,9 +8,10 @@ from torch import Tensor
 
 from kitae.engines.base import Completion, Request, Sampled
 from kitae.engines.native.ngram_speculation import NgramDrafts
+from kitae.models.adapters import Adapter
 from kitae.types import ExpertArray, FinishReason, FloatArray
 
-PrefixKey = tuple[str, tuple[int, ...]]
+PrefixKey = tuple[str, tuple[int, ...], int]
 Sketch = Sequence[float]
 
 
@@ -26,6 +27,7 @@ class Prefix:
     pages: list[int]
     start: int = 0
     hidden: Tensor | None = None
+    adapter: Adapter | None = None
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -71,11 +73,12 @@ class Decoding:
     experts: ExpertArray | None = None
     sketches: list[Sketch] = field(default_factory=list)
     drafts: NgramDrafts | None = None
+    adapter: Adapter | None = None
 
     @property
     def key(self) -> PrefixKey:
         """The key of the prompt: equal for all requests that share this prompt, or the request's own."""
-        return ("" if self.request.share else self.request.id, self.request.prompt_tokens)
+        return ("" if self.request.share else self.request.id, self.request.prompt_tokens, id(self.adapter))
 
     @property
     def prompt_length(self) -> int:
