@@ -43,8 +43,8 @@ def learning_rate(config: LearningConfig, update: int, total_updates: int) -> fl
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
-    """What one update goes by: `Pace(1e-4, betas=(0.9, 0.95), eps=1e-12, weight_decay=0.0, clip_norm=1.0)`."""
+class UpdatePace:
+    """What one update goes by: `UpdatePace(1e-4, betas=(0.9, 0.95), eps=1e-12, weight_decay=0.0, clip_norm=1.0)`."""
 
     rate: float
     betas: tuple[float, float] = (0.9, 0.99)
@@ -53,7 +53,7 @@ class Pace:
     clip_norm: float = math.inf
 
     @classmethod
-    def of(cls, config: LearningConfig, update: int, total_updates: int) -> "Pace":
+    def of(cls, config: LearningConfig, update: int, total_updates: int) -> "UpdatePace":
         rate = learning_rate(config, update, total_updates)
         return cls(rate, config.betas, _EPS, config.weight_decay, config.clip_norm)
 
@@ -94,7 +94,7 @@ class Optimizer:
         self._dtype = getattr(torch, config.moments)
         self._moments: list[_Moments | None] = [None] * len(self.masters)
 
-    def step(self, ranks: Ranks | None = None, *, skip: bool = False, pace: Pace | None = None) -> Update:
+    def step(self, ranks: Ranks | None = None, *, skip: bool = False, pace: UpdatePace | None = None) -> Update:
         """Clip, update, round back, and clear the gradients. A gradient that is not finite leaves the weights alone.
 
         ranks: those that hold the other parts of the gradient; None: this is all of it. skip: the loss was not finite,
@@ -103,7 +103,7 @@ class Optimizer:
         self._take_gradients()
         found = [(m.grad, p) for m, p in zip(self.masters, self.parameters, strict=True) if m.grad is not None]
         norm = (ranks or Alone()).norm(found)
-        pace = pace or Pace.of(self.config, self.updates, self.total_updates)
+        pace = pace or UpdatePace.of(self.config, self.updates, self.total_updates)
         limit = pace.clip_norm
         scale = torch.where(norm > limit, limit / (norm + 1e-6), 1.0).where(norm.isfinite(), torch.nan)
         touched = self._update(scale * torch.nan if skip else scale, pace)
@@ -125,7 +125,7 @@ class Optimizer:
                 parameter.grad = None
 
     @torch.no_grad()
-    def _update(self, scale: Tensor, pace: Pace) -> list["_Moments"]:
+    def _update(self, scale: Tensor, pace: UpdatePace) -> list["_Moments"]:
         """Update every master that has a gradient, times `scale`; a scale of NaN changes nothing."""
         touched, rounded = [], []
         alike: dict[tuple[AdamWStep, int, torch.device], list[AdamWPart]] = {}
