@@ -113,7 +113,6 @@ def make_config(folder: Path, args: argparse.Namespace) -> RLConfig:
         "model": {"lora_rank": args.lora, "dtype": "bfloat16"},
         "engine": {
             "memory_gb": args.cache, "max_batch": min(512, args.prompts * args.group), "prefill_tokens": 8192,
-            "merge_adapters": not args.lora,
         },
         "training": {
             "steps": args.steps + 1, "prompts_per_step": args.prompts, "group_size": args.group,

@@ -315,7 +315,6 @@ def main() -> None:
     parser.add_argument("--memory-gb", type=float, default=24.0, help="of the cache")
     parser.add_argument("--host-memory-gb", type=float, default=0.0)
     parser.add_argument("--lora", type=int, default=0, metavar="RANK", help="of adapters on all layers")
-    parser.add_argument("--unmerged", action="store_true", help="adapters stay beside their weights")
     parser.add_argument("--float8", action="store_true", help="weights in 8 bits; the floor is of those in 16")
     parser.add_argument("--draft-tokens", type=int, default=0, help="all rejected here: what they cost")
     parser.add_argument("--apart", action="store_true", help="prompts are read for each of their samples")
@@ -339,7 +338,6 @@ def main() -> None:
     settings = {
         "memory_gb": args.memory_gb,
         "host_memory_gb": args.host_memory_gb,
-        "merge_adapters": not args.unmerged,
         "weights_dtype": "float8" if args.float8 else "model",
     }
     asyncio.run(

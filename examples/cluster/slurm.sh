@@ -1,7 +1,7 @@
 #!/bin/bash
 # A run on a Slurm allocation: a Ray node on each machine, the controller on the first.
 #
-#   sbatch --nodes=4 --gpus-per-node=8 slurm.sh RECIPE cluster.ranks=8 cluster.engines=24 run.dir=/shared/runs
+#   sbatch --nodes=4 --gpus-per-node=8 slurm.sh RECIPE cluster.ranks=8 engine.count=24 run.dir=/shared/runs
 #
 # Kitae with ray must be on the PATH of every machine, and files at the same paths. A job that was requeued goes on with
 # its run: sbatch … slurm.sh resume RUN

@@ -5,7 +5,7 @@
 #   all machines      export RAY_AUTH_MODE=token RAY_AUTH_TOKEN=…      the same everywhere: openssl rand -hex 32
 #   first machine     ./vms.sh head
 #   other machines    ./vms.sh join FIRST:6379 [LABELS]        LABELS: accelerator=h200,zone=a
-#   first machine     kitae train RECIPE cluster.backend=ray cluster.address=auto cluster.ranks=2 cluster.engines=4
+#   first machine     kitae train RECIPE cluster.backend=ray cluster.address=auto cluster.ranks=2 engine.count=4
 #
 # Both stay in the foreground and end with Ctrl-C, or with the service that starts them. Who knows the token and reaches
 # Ray's ports may run programs there, and nothing is encrypted: keep all of it inside a private network.

@@ -15,7 +15,7 @@ from typer.core import TyperGroup
 COMMANDS: dict[str, tuple[str, str]] = {
     "train": ("train.train", "Train a model by a recipe."),
     "resume": ("train.resume", "Go on with a run that was stopped, or beyond its end."),
-    "scale": ("runs.scale", "Change the number of engines of a run on a cluster."),
+    "scale": ("runs.scale", "Change the number of engines of a run."),
     "sample": ("sample.sample", "Sample and verify answers, as data to train on."),
     "chain": ("chain.chain", "Run stages after each other, each from the last one's model."),
     "runs": ("runs.runs", "List runs with their status, results and size."),

@@ -32,14 +32,17 @@ def runs(
 
 
 def scale(run: Run, engines: Annotated[int, typer.Argument(help="How many it shall have.")]) -> None:
-    """Change the number of engines of a run on a cluster."""
+    """Change the number of engines of a run.
+
+    They must be in processes that Kitae starts: engine.kind is not native, and there is no engine.urls.
+    """
     view = look(run)
     config = view.config
-    if not isinstance(config, RLConfig) or not config.cluster.spread:
-        raise ConfigError(
-            "kitae scale needs a run with cluster.backend = 'local' or 'ray', whose engines are processes; "
-            f"{run.name} has one process"
-        )
+    if not isinstance(config, RLConfig):
+        raise ConfigError(f"kitae scale needs a run that samples, got {config.method.kind!r}")
+    if config.engine.kind == "native" or config.engine.urls:
+        got = "engine.urls" if config.engine.urls else "engine.kind = 'native'"
+        raise ConfigError(f"kitae scale needs engines in processes that Kitae starts, {run.name} has {got}")
     if view.is_finished:
         raise StoreError(f"kitae scale needs a run that goes on, {run.name} is finished")
     ask_for(run, engines)

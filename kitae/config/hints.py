@@ -89,6 +89,7 @@ ELSEWHERE = {
     "model.fuse": "model.plain",
     "training.share_prompts": "model.plain",
     "engine.guesses": "engine.speculation",
+    "cluster.engines": "engine.count",
 }
 """What others, or earlier versions, call a setting: by its last name, or by the last two where one says too little."""
 
@@ -122,6 +123,7 @@ RENAMED = {
 DECIDED = {
     "algorithm.params": "give the settings of a function of your own in the table of its stage, e.g. algorithm.gate",
     "data.overlap_words": "overlap is measured in runs of 13 words",
+    "engine.merge_adapters": "adapters are merged where memory for it is free",
     "observe.tokens_per_step": "at most 65,536 tokens of a step are recorded",
     "observe.tokens_mb": "at most 256 MB of tokens are kept",
     "observe.hook_seconds": "a hook has 30 seconds",

@@ -65,6 +65,11 @@ class Root(Section):
         """What the column `avg` of an evaluation is."""
         raise NotImplementedError
 
+    @property
+    def engine_processes(self) -> int:
+        """How many of Kitae's own engines run in processes of their own."""
+        return 0
+
     @model_validator(mode="after")
     def _coherent(self) -> Self:
         if problems := list(self.contradictions()):
@@ -135,19 +140,24 @@ class RLConfig(Root):
     def measure(self) -> str:
         return "accuracy"
 
+    @property
+    def engine_processes(self) -> int:
+        return self.engine.count if self.engine.kind == "process" else 0
+
     @classmethod
     def sources(cls) -> tuple[str, ...]:
         return SOURCES
 
     @classmethod
     def completed(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Data knows its verifier, who has a command runs it, and a cluster's engines are processes of their own."""
+        """Data knows its verifier, who has a command runs it, and several engines, or those of a cluster, are processes
+        of their own."""
         env = values.get("env", {})
         if env.get("command") and "name" not in env:
             values = {**values, "env": {**env, "name": "command"}}
-        engine, engines = values.get("engine", {}), values.get("cluster", {}).get("engines")
-        if engines:
-            values = {**values, "engine": {"kind": "process", **engine, "count": engines}}
+        engine, backend = values.get("engine", {}), values.get("cluster", {}).get("backend", "none")
+        if backend != "none" or engine.get("count", 1) != 1:
+            values = {**values, "engine": {"kind": "process", **engine}}
         verifier, data = values.get("verifier", {}), values.get("data", {})
         name = usual_verifier(data)
         if name is None or "name" in verifier:

@@ -80,11 +80,6 @@ def served(
     """What a server of other people cannot do."""
     if not engine.serves:
         return
-    if c.engines:
-        yield (
-            f"cluster.engines are Kitae's own, got {c.engines} with engine.kind = {engine.kind!r}: engine.count starts "
-            "servers on this machine"
-        )
     if model.exact:
         yield f"model.exact needs Kitae's own kernels in the engine, got engine.kind = {engine.kind!r}"
     if engine.kind == "sglang" and p.in_flight == "keep":
@@ -152,13 +147,11 @@ def routers(a: AlgorithmConfig, c: ClusterConfig) -> Iterator[str]:
 
 
 def placed(c: ClusterConfig, engine: EngineConfig, model: ModelConfig, m: MethodConfig) -> Iterator[str]:
-    if c.ranks > 1 and engine.kind == "native":
+    if engine.kind == "native" and (c.ranks > 1 or c.backend == "ray"):
         yield (
-            f"cluster.ranks = {c.ranks} needs engines with weights of their own (cluster.engines of at least 1), got "
-            "engine.kind = 'native'"
+            "engine.kind must be one with weights of its own (process, vllm, sglang) with cluster.ranks above 1 or "
+            f"cluster.backend = 'ray', got 'native' with {c.ranks} and {c.backend!r}"
         )
-    if c.engines and engine.kind == "native":
-        yield f"cluster.engines = {c.engines} are processes of their own, got engine.kind = 'native'"
     yield from _gpus(c, model)
     if c.ranks > 1 and isinstance(m, DistilMethod) and not m.teacher.url:
         yield f"cluster.ranks = {c.ranks} needs a teacher behind a server (method.teacher.url), got one that is loaded"
@@ -180,8 +173,6 @@ def _gpus(c: ClusterConfig, model: ModelConfig) -> Iterator[str]:
 def engineless(c: ClusterConfig, model: ModelConfig) -> Iterator[str]:
     """Where nothing is sampled."""
     yield from _gpus(c, model)
-    if c.engines:
-        yield f"cluster.engines must be 0 where nothing is sampled, got {c.engines}"
     if c.ranks > 1 and model.exact:
         yield f"model.exact needs cluster.ranks = 1, got {c.ranks}: sums over ranks are added up in another order"
 

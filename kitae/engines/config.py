@@ -45,9 +45,12 @@ class EngineConfig(Section):
     kind: Literal["native", "process", "vllm", "sglang"] = Field(
         "native",
         description="native: in the trainer's process, on the trainer's own weights; process: in processes of their "
-        "own, with weights of their own; vllm, sglang: servers of that kind.",
+        "own, with weights of their own, which is the default on a cluster and for several; vllm, sglang: servers of "
+        "that kind.",
     )
-    count: int = Field(1, ge=1, le=256, description="Engines, or servers to start; native is one alone.")
+    count: int = Field(
+        1, ge=1, le=4096, description="Engines in processes, on this machine or the cluster, or servers to start."
+    )
     server: str = Field(
         "", description="Start servers with this Python, of an environment that has vLLM or SGLang: venv/bin/python."
     )
@@ -91,12 +94,6 @@ class EngineConfig(Section):
         True,
         description="false: free the cache while the trainer works; what is in flight waits in host_memory_gb, or is "
         "computed again.",
-    )
-    merge_adapters: bool = Field(
-        True,
-        description="Where a fused or compiled decoder samples, let it read copies of the weights that LoRA adapters "
-        "are merged into: as fast as without LoRA, for the memory of the adapted weights. false: adapters are computed "
-        "beside them.",
     )
     speculation: bool = Field(
         True,
@@ -143,8 +140,6 @@ class EngineConfig(Section):
         yield from self._about_servers() if self.serves else self._without_servers()
 
     def _without_servers(self) -> Iterator[str]:
-        if self.weights_dtype == "float8" and not self.merge_adapters:
-            yield "engine.weights_dtype = 'float8' needs engine.merge_adapters = true, got false: it has copies"
         for name in ("server", "server_args", "urls", "weights_folder"):
             if value := getattr(self, name):
                 yield f"engine.{name} needs engine.kind = 'vllm' or 'sglang', got {value!r} with {self.kind!r}"
@@ -171,6 +166,5 @@ class EngineConfig(Section):
         for name in _OF_AN_ENGINE:
             if (value := getattr(self, name)) != type(self).model_fields[name].default:
                 yield f"engine.{name} is not set for a server (engine.server_args can), got {value!r}"
-        for name in ("merge_adapters", "speculation"):
-            if not getattr(self, name):
-                yield f"engine.{name} = false is for Kitae's own engines, got engine.kind = {self.kind!r}"
+        if not self.speculation:
+            yield f"engine.speculation = false is for Kitae's own engines, got engine.kind = {self.kind!r}"

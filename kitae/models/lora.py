@@ -137,6 +137,12 @@ def plain_part(module: Any) -> Any:
     return None if own or module.disable_adapters or module.fan_in_fan_out else base
 
 
+def merged_bytes(model: Any) -> int:
+    """What copies of the weights that adapters add to would take."""
+    parts = [(module, plain_part(module)) for module in model.modules()]
+    return sum(part.weight.nbytes for module, part in parts if part is not None and part is not module)
+
+
 def merge_into(out: "Tensor", module: Any) -> None:
     """Write the weight of a module that has a `plain_part`, with its adapters added, into `out`."""
     import torch

@@ -38,6 +38,7 @@ from kitae.store.run_folder import Result, RunStore
 from kitae.trainer.base import Trainer
 from kitae.workers.backends import open_cluster
 from kitae.workers.base import Cluster
+from kitae.workers.demand import counts_of
 
 _MOST_FRUITLESS = 3  # attempts in a row that may lose their trainer before they have trained a new step
 
@@ -158,7 +159,9 @@ async def _attempt(
     plan = services.plan
     point = resume_point(store, plan.fingerprint(), checkpoint, forget)
     async with AsyncExitStack() as stack:
-        if (cluster := await open_cluster(plan.config.cluster, device=plan.config.model.device)) is not None:
+        config = plan.config
+        counts = counts_of(config.cluster, config.engine_processes)
+        if (cluster := await open_cluster(config.cluster, counts, config.model.device)) is not None:
             stack.push_async_callback(cluster.close)
         start = _Start(stack, services, store, observer, cluster, point)
         if isinstance(plan, RLPlan):

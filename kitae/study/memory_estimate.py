@@ -79,7 +79,8 @@ def footprint(
     config: RLConfig, model: ModelShape, device: "torch.device", dtype: "torch.dtype", tokens: float
 ) -> Footprint:
     """tokens: of a batch, prompts as often as they are computed."""
-    parts, free = hold(config, model, device, dtype, tokens), room(device)
+    free = room(device)
+    parts = hold(config, model, device, dtype, tokens, free)
     chosen: dict[str, str] = {}
     least = sum(parts.values())
     for name, value in _savings(config, device, dtype) if least > free else ():
@@ -88,7 +89,7 @@ def footprint(
             changed = override_config(config, _as_overrides(settings))
         except ConfigError:  # not beside what the user has chosen
             continue
-        size = sum(hold(changed, model, device, dtype, tokens).values())
+        size = sum(hold(changed, model, device, dtype, tokens, free).values())
         if size < 0.98 * least:
             chosen, least = settings, size
         if least <= free:
@@ -101,9 +102,14 @@ def _as_overrides(settings: dict[str, str]) -> list[str]:
 
 
 def hold(
-    config: RLConfig, model: ModelShape, device: "torch.device", dtype: "torch.dtype", tokens: float
+    config: RLConfig,
+    model: ModelShape,
+    device: "torch.device",
+    dtype: "torch.dtype",
+    tokens: float,
+    free: float = math.inf,
 ) -> dict[str, float]:
-    """Bytes by what they hold."""
+    """Bytes by what they hold, where so much is free."""
     t, size = config.training, dtype.itemsize
     trained = trained_parameters(config, model)
     row = min(tokens, max(token_budget(t, device, dtype), _PROMPT + config.sampling.max_tokens))
@@ -122,7 +128,12 @@ def hold(
         **other_models(config, model, size),
         "libraries": _LIBRARIES[device.type],
     }
-    return parts if device.type != "cpu" else _in_turns(config, parts)
+    if device.type == "cpu":
+        return _in_turns(config, parts)
+    left = free - parts["weights"] - parts["cache"]
+    if config.engine.weights_dtype == "model" and parts.get("merged weights", 0.0) > left / 2:  # as the engine decides
+        del parts["merged weights"]
+    return parts
 
 
 def _in_turns(config: RLConfig, parts: dict[str, float]) -> dict[str, float]:
@@ -148,7 +159,7 @@ def _engines(config: RLConfig, model: ModelShape, device: "torch.device", size: 
 def _copies(config: RLConfig, model: ModelShape, device: "torch.device", dtype: "torch.dtype") -> dict[str, float]:
     """Weights in the form that an engine's decoder wants; exact engines and those without kernels use the model's."""
     e, adapted = config.engine, config.model.lora_rank > 0
-    if config.model.plain or e.serves or config.model.exact or (adapted and not e.merge_adapters):
+    if config.model.plain or e.serves or config.model.exact:
         return {}
     found = {}
     if adapted:
@@ -275,4 +286,5 @@ def _savings(config: RLConfig, device: "torch.device", dtype: "torch.dtype") -> 
         budget //= 2
         yield "training.token_budget", str(budget)
     yield "training.checkpoint_activations", "true"
-    yield ("engine.merge_adapters", "false") if config.model.lora_rank else ("model.lora_rank", "16")
+    if not config.model.lora_rank:
+        yield "model.lora_rank", "16"

@@ -4,18 +4,14 @@ from collections.abc import Mapping
 
 from kitae.workers.base import Cluster
 from kitae.workers.config import ClusterConfig
-from kitae.workers.demand import counts_of
 from kitae.workers.gpus import GpuShares, visible_gpus
 from kitae.workers.subprocesses import LocalCluster
 
 
-async def open_cluster(
-    config: ClusterConfig, counts: Mapping[str, int] | None = None, device: str = "auto"
-) -> Cluster | None:
+async def open_cluster(config: ClusterConfig, counts: Mapping[str, int], device: str = "auto") -> Cluster | None:
     """Where the parts of a run find places; None: it is all one process. The caller closes it.
 
-    counts: processes of each pool that must have a place from the start; None: as the settings say. device:
-    `model.device`, on which GPUs depend. `ConfigError` where there is no such cluster, or it cannot give what is asked
+    counts: processes of each pool that must have a place from the start. device: `model.device`, on which GPUs depend. `ConfigError` where there is no such cluster, or it cannot give what is asked
     for.
     """
     if config.backend == "none":
@@ -24,4 +20,4 @@ async def open_cluster(
         return LocalCluster(GpuShares(visible_gpus(), device, led=config.ranks == 1))
     from kitae.workers.ray.ray_cluster import RayCluster
 
-    return await RayCluster.open(config, counts_of(config) if counts is None else counts, device)
+    return await RayCluster.open(config, counts, device)

@@ -43,7 +43,6 @@ class ClusterConfig(Section):
     offload: Literal["none", "optimizer", "all"] = Field(
         "none", description="What waits in host memory while it is not needed: the optimizer's state, or weights too."
     )
-    engines: int = Field(0, ge=0, le=4096, description="Engines in processes of their own; 0: as [engine] says.")
     verifiers: int = Field(
         0,
         ge=0,
@@ -62,10 +61,10 @@ class ClusterConfig(Section):
 
     @model_validator(mode="after")
     def _coherent(self) -> Self:
-        if self.backend == "none" and (self.ranks > 1 or self.engines or self.verifiers):
+        if self.backend == "none" and (self.ranks > 1 or self.verifiers):
             raise ValueError(
-                f"cluster.ranks = {self.ranks}, engines = {self.engines} and verifiers = {self.verifiers} need "
-                "cluster.backend = 'local' or 'ray', got 'none'"
+                f"cluster.ranks = {self.ranks} and verifiers = {self.verifiers} need cluster.backend = 'local' or "
+                "'ray', got 'none'"
             )
         if self.backend != "ray" and (self.address or self.nodes > 1 or self.pools):
             raise ValueError(f"cluster.address, nodes and pools need cluster.backend = 'ray', got {self.backend!r}")

@@ -9,7 +9,7 @@ from harness import rows, run_toy
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 
 SETTINGS = ("model.device=cuda", "eval.prompts=0", "training.steps=12", "engine.memory_gb=0.5")
-RANKS = ("cluster.backend=local", "cluster.ranks=2", "cluster.engines=2")
+RANKS = ("cluster.backend=local", "cluster.ranks=2", "engine.count=2")
 
 
 @pytest.mark.parametrize("transport", ["memory", "broadcast", "ipc"])

@@ -272,7 +272,7 @@ def test_adapters_merged_and_beside_their_weights(architecture: str, tiny_policy
         return [*first, *await asyncio.gather(*(engine.generate(r) for r in second))]
 
     found = []
-    for settings, fused in (({}, True), ({"merge_adapters": False}, False), ({"plain": True}, False)):
+    for settings, fused in (({}, True), ({"plain": True}, False)):
         change(1)
 
         async def checked(engine: NativeEngine, fused: bool = fused) -> list[Completion]:

@@ -54,7 +54,7 @@ TOY = (
     "eval.prompts=0", "checkpoint.every=2", "training.prompts_per_step=2", "training.group_size=4",
     "training.lr=1e-4",
 )  # fmt: skip
-SPREAD = ("cluster.backend=local", "cluster.ranks=2", "cluster.engines=2", "cluster.verifiers=1")
+SPREAD = ("cluster.backend=local", "cluster.ranks=2", "engine.count=2", "cluster.verifiers=1")
 _PATHS = (HERE / "hooked", HERE, HERE.parent / "stand_ins", HERE.parent, HERE.parents[1])
 SERVED = (
     "cluster.backend=local", "cluster.ranks=2", "cluster.verifiers=1", "engine.kind=vllm", "engine.count=2",
@@ -339,7 +339,7 @@ def suffer(trial: Trial, deaths: Sequence[tuple[str, str]]) -> None:
 def test_a_few_deaths(trial: Callable[..., Trial]) -> None:
     """With the trainer in the controller; `test_ranked` has a rank that is killed."""
     deaths = [("verifier host", "score"), ("engine", "generate")]
-    suffer(trial(("cluster.backend=local", "cluster.engines=2", "cluster.verifiers=1"), length(len(deaths))), deaths)
+    suffer(trial(("cluster.backend=local", "engine.count=2", "cluster.verifiers=1"), length(len(deaths))), deaths)
 
 
 ALONE = ("engine", "verifier host", "rank 1", "controller", "rank 0")

@@ -32,9 +32,10 @@ def test_the_job_of_kubernetes_fits_together() -> None:
     assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
     program, command, _, *settings = shlex.split(job["spec"]["entrypoint"])
     assert (program, command) == ("kitae", "train")
-    cluster = load_config(RECIPE, settings).cluster  # type: ignore[union-attr]
+    config = load_config(RECIPE, settings)
+    cluster = config.cluster
     groups = {g["rayStartParams"]["labels"]: g for g in job["spec"]["rayClusterSpec"]["workerGroupSpecs"]}
-    counts = {"trainer": cluster.ranks, "engines": cluster.engines, "verifiers": cluster.verifiers}
+    counts = {"trainer": cluster.ranks, "engines": config.engine_processes, "verifiers": cluster.verifiers}
     for name, pool in cluster.pools.items():
         group = groups.pop(",".join(f"{key}={value}" for key, value in pool.labels.items()))
         has = group["template"]["spec"]["containers"][0]["resources"]["limits"]
@@ -78,7 +79,7 @@ def test_slurm_with_a_stand_in_for_it(tmp_path: Path) -> None:
         "PORT": str(port),
         "RAY_TMPDIR": str(folder),
     }
-    placed = ["cluster.engines=1", "cluster.pools.engines={ place = 'strict-spread' }", "eval.prompts=0"]
+    placed = ["engine.count=1", "cluster.pools.engines={ place = 'strict-spread' }", "eval.prompts=0"]
     settings = [VERIFIER, f"run.dir={tmp_path}", "training.steps=2", *placed]
     ended = subprocess.run(
         ["bash", str(FILES / "slurm.sh"), str(RECIPE), *settings],

@@ -32,7 +32,7 @@ SETTINGS = (
     "eval.prompts=0", "observe.tokens=0", "observe.diagnose=false",
     "training.token_budget=2048",  # one row, whatever the length: each has words of its own for the ranks
 )  # fmt: skip
-CLUSTER = ("cluster.backend=local", "cluster.ranks=2", "cluster.engines=1", "cluster.verifiers=1")
+CLUSTER = ("cluster.backend=local", "cluster.ranks=2", "engine.count=1", "cluster.verifiers=1")
 SHORT, LONG = "sampling.max_tokens=16", "sampling.max_tokens=160"
 
 

@@ -69,7 +69,7 @@ def run(tmp_path: Path) -> Path:
 
 @pytest.mark.sentinel
 def test_from_one_to_three_to_one_and_a_loss(run: Path) -> None:
-    settings = ("cluster.backend=local", "cluster.engines=1", "cluster.patience=60")
+    settings = ("cluster.backend=local", "engine.count=1", "cluster.patience=60")
     command = kitae("train", str(RECIPE), VERIFIER, f"run.dir={run.parent}", *LONG, *settings)
     try:
         until(lambda: len(steps(run)) > 2, "a step")
@@ -106,7 +106,7 @@ def test_a_node_with_an_engine_is_lost(run: Path, nodes: Any) -> None:
         "engines": "{ place = 'strict-spread', labels = { kitae-kind = 'far' }, cpus = 0.5 }",
     }
     far = [nodes.add(number, labels={"kitae-node": str(number), "kitae-kind": "far"}) for number in (7, 8)]
-    settings = ("cluster.backend=ray", f"cluster.address={nodes.address}", "cluster.engines=2")
+    settings = ("cluster.backend=ray", f"cluster.address={nodes.address}", "engine.count=2")
     placed = [f"cluster.pools.{name}={value}" for name, value in pools.items()]
     command = kitae("train", str(RECIPE), VERIFIER, f"run.dir={run.parent}", *LONG, *settings, *placed)
     try:
@@ -128,7 +128,7 @@ def test_all_parts_on_three_nodes_that_are_started_here(run: Path) -> None:
     if find_spec("ray") is None:
         pytest.skip("ray is not installed: pip install 'kitae[cluster]'")
     settings = ("training.steps=4", "eval.prompts=0", f"run.dir={run.parent}")
-    spread = ("cluster.backend=ray", "cluster.nodes=3", "cluster.ranks=2", "cluster.engines=2", "cluster.verifiers=1")
+    spread = ("cluster.backend=ray", "cluster.nodes=3", "cluster.ranks=2", "engine.count=2", "cluster.verifiers=1")
     finish(kitae("train", str(RECIPE), VERIFIER, *settings))
     finish(kitae("train", str(RECIPE), VERIFIER, *settings, *spread))
     alone, together = steps(run), steps(run.with_name("toy-002"))

@@ -52,7 +52,7 @@ CROSSED = {
     "recompute": ("pipeline.max_staleness=2", "pipeline.in_flight=recompute"),
     "process": ("engine.kind=process", "pipeline.max_staleness=1"),
     "fleet": ("engine.kind=process", "engine.count=2"),
-    "cluster": ("cluster.backend=local", "cluster.engines=1"),
+    "cluster": ("cluster.backend=local",),
 }
 
 

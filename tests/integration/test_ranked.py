@@ -16,7 +16,7 @@ from kitae.store.journal import Journal
 pytestmark = pytest.mark.usefixtures("warm_posts")
 
 SETTINGS = ("training.steps=4", "checkpoint.every=2", "eval.every=0", "training.prompts_per_step=3")
-RANKS = ("cluster.backend=local", "cluster.ranks=2", "cluster.engines=1")
+RANKS = ("cluster.backend=local", "cluster.ranks=2", "engine.count=1")
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +60,7 @@ def test_two_ranks_learn_what_one_process_does(alone: Path, ranked: Path) -> Non
     assert (ranked / "model" / "config.json").is_file()
 
 
-ONE = ("cluster.backend=none", "cluster.ranks=1", "cluster.engines=0", "engine.kind=native", "engine.count=1")
+ONE = ("cluster.backend=none", "cluster.ranks=1", "engine.kind=native", "engine.count=1")
 
 
 @pytest.mark.slow

@@ -36,15 +36,10 @@ def make_runner(
     if not plain and policy.device.type == "cuda" and has_triton():
         from kitae.engines.native.gpu_runner import CudaRunner
 
-        return CudaRunner(
-            policy, cache, config.max_batch, merges=config.merge_adapters, float8=float8, draft_tokens=draft_tokens,
-            proves=proves,
-        )  # fmt: skip
+        return CudaRunner(policy, cache, config.max_batch, float8=float8, draft_tokens=draft_tokens, proves=proves)
     plain = plain or cache.eight_bits  # kernels of a CPU read the model's own dtype
     if not plain and policy.device.type == "cpu" and packed.available(policy.dtype):
-        return CpuRunner(
-            policy, cache, merges=config.merge_adapters, float8=float8, draft_tokens=draft_tokens, proves=proves
-        )
+        return CpuRunner(policy, cache, float8=float8, draft_tokens=draft_tokens, proves=proves)
     if float8:
         raise EngineError(
             "engine.weights_dtype = 'float8' needs kernels of a GPU or of this CPU for what the model and "

@@ -42,19 +42,17 @@ class CpuRunner(ModelRunner):
         policy: Policy,
         cache: KVCache,
         *,
-        merges: bool = True,
         float8: bool = False,
         draft_tokens: int = 0,
         proves: bool = False,
     ) -> None:
-        """merges: adapters into the packed copies of their weights. float8: these are rounded as 8 bits would be."""
+        """float8: the packed copies of the weights are rounded as 8 bits would be."""
         super().__init__(policy, cache, draft_tokens=draft_tokens, proves=proves)
-        self._merges = merges or policy.model is policy.base
         self._float8 = float8
         self.decoder = self._packed()
 
     def _packed(self) -> "PackedDecoder | None":
-        found = PackedDecoder.of(self.policy, self.cache) if self._merges else None
+        found = PackedDecoder.of(self.policy, self.cache)
         if self._float8 and found is None:
             refuse_float8(self.policy, "compiled")
         if found is not None and self._float8:

@@ -40,9 +40,12 @@ from kitae.kernels.cuda import decoding, paged, shared_prompts, speculation, tra
 from kitae.kernels.exact.exact_attention import Reach
 from kitae.kernels.transfer import send
 from kitae.models.logprobs import HeadTransform
+from kitae.models.lora import merged_bytes
 from kitae.models.policy import Policy
 
 log = logging.getLogger("kitae")
+
+_MERGED = 0.5  # share of the free memory that copies of weights with merged adapters may take; else there are none
 
 
 def bucket(batch: int) -> int:
@@ -65,14 +68,14 @@ class CudaRunner(ModelRunner):
         cache: KVCache,
         max_batch: int,
         *,
-        merges: bool = True,
         float8: bool = False,
         draft_tokens: int = 0,
         proves: bool = False,
     ) -> None:
-        """merges: adapters are merged into copies of their weights. float8: weights are kept in 8 bits."""
+        """float8: weights are kept in 8 bits."""
         super().__init__(policy, cache, plain=True, draft_tokens=draft_tokens, proves=proves)
-        self._merges, self._float8 = merges, float8
+        self._float8 = float8
+        self._merges = float8 or merged_bytes(policy.model) <= _MERGED * torch.cuda.mem_get_info(self.device)[0]
         self.decoder = self._fused()
         rows = bucket(max_batch)
         many = max(rows, self.speculative_rows if self.draft_tokens else 0)
@@ -110,8 +113,7 @@ class CudaRunner(ModelRunner):
             self.decoder.refresh()
 
     def _fused(self) -> GpuDecoder | None:
-        adapted = self.policy.model is not self.policy.base
-        if self.policy.exact or (adapted and not self._merges):
+        if self.policy.exact or not self._merges:
             return None
         found = GpuDecoder.of(self.policy, self.cache)
         if self._float8 and found is None:

@@ -174,11 +174,11 @@ def test_true_is_no_number_in_so_many_words() -> None:
             "algorithm.experts.routing = 'old' needs cluster.ranks = 1, got 2",
         ),
         (
-            with_(algorithm={"routing": "engine"}, cluster={"backend": "local", "ranks": 2, "engines": 1}),
+            with_(algorithm={"routing": "engine"}, cluster={"backend": "local", "ranks": 2}),
             "algorithm.experts.routing = 'engine' needs cluster.ranks = 1, got 2",
         ),
         (
-            with_(model={"device": "cuda:1"}, cluster={"backend": "ray", "engines": 1}),
+            with_(model={"device": "cuda:1"}, cluster={"backend": "ray"}),
             "model.device must be auto, cpu or cuda with cluster.backend = 'ray', got 'cuda:1'",
         ),
         (
@@ -186,7 +186,7 @@ def test_true_is_no_number_in_so_many_words() -> None:
             "cluster.pools.engines.gpus must be above 0 with model.device = 'cuda', got 0",
         ),
         (
-            with_(algorithm={"routing": "engine"}, cluster={"backend": "ray", "engines": 1}),
+            with_(algorithm={"routing": "engine"}, cluster={"backend": "ray"}),
             "algorithm.experts.routing = 'engine' needs the trainer beside the controller, got cluster.backend = 'ray'",
         ),
         (
@@ -195,7 +195,17 @@ def test_true_is_no_number_in_so_many_words() -> None:
             "choose, got engine.kind = 'vllm'",
         ),
         (with_(pipeline={"refill": 3}), "pipeline.refill replaces dropped groups, but algorithm.filter = 'none'"),
-        (with_(engine={"count": 2}), "engine.count must be 1 with engine.kind = 'native', got 2"),
+        (
+            with_(engine={"kind": "native", "count": 2}),
+            "engine.count must be 1 with engine.kind = 'native', got 2",
+        ),
+        (
+            with_(engine={"kind": "native"}, cluster={"backend": "local", "ranks": 2}),
+            "engine.kind must be one with weights of its own (process, vllm, sglang) with cluster.ranks above 1 or "
+            "cluster.backend = 'ray', got 'native' with 2 and 'local'",
+        ),
+        (with_(cluster={"engines": 2}), "unknown key cluster.engines; Kitae calls it engine.count"),
+        (with_(engine={"merge_adapters": True}), "it is no setting any more: adapters are merged"),
         (with_(engine={"urls": ["http://a:1"]}), "engine.urls needs engine.kind = 'vllm' or 'sglang', got ('http://a:1"),
         (with_(engine={"spot_check": 0.1}), "engine.spot_check must be 0 with engine.kind = 'native', got 0.1"),
         (with_(engine={"proof": {"share": 1}}), "engine.proof.share needs engine.kind = 'process', got 1 with"),
@@ -209,17 +219,12 @@ def test_true_is_no_number_in_so_many_words() -> None:
         (with_(engine=HERE | {"urls": ["http://localhost:1"] * 2}), "engine.urls must name each server once"),
         (with_(engine=HERE | {"host_memory_gb": 2}), "engine.host_memory_gb is not set for a server"),
         (with_(engine=HERE | {"cache_dtype": "int8"}), "engine.cache_dtype is not set for a server"),
-        (with_(engine=HERE | {"merge_adapters": False}), "engine.merge_adapters = false is for Kitae's own engines"),
         (with_(engine=HERE | {"speculation": False}), "engine.speculation = false is for Kitae's own engines"),
         (with_(engine=HERE | {"weights_dtype": "float8"}), "engine.weights_dtype is not set for a server"),
         (with_(engine={"weights_dtype": "int8"}), "engine.weights_dtype: input should be 'model' or 'float8'"),
         (
             with_(engine={"weights_dtype": "float8"}, model={"plain": True}),
             "model.plain needs engine.weights_dtype = 'model', got 'float8'",
-        ),
-        (
-            with_(engine={"weights_dtype": "float8", "merge_adapters": False}),
-            "'float8' needs engine.merge_adapters = true, got false",
         ),
         (
             with_(engine={"weights_dtype": "float8"}, model={"exact": True}),

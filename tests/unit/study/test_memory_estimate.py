@@ -180,7 +180,6 @@ SERVED = ("engine.kind=vllm", "engine.urls=['http://127.0.0.1:8000']")
         (("model.lora_targets=o_proj,down_proj",), 2 * 30 * 576 * (576 + 1536)),
         (("model.exact=true",), 0),
         (("model.plain=true",), 0),
-        (("engine.merge_adapters=false",), 0),
         (SERVED, 0),
     ],
 )
@@ -210,10 +209,16 @@ def test_exact_engines_and_servers_pack_nothing(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_cpu_packs_what_it_has_merged() -> None:
-    for settings, copies in (((), True), (("engine.merge_adapters=false",), False)):
-        parts = hold(config("model.lora_rank=4", *settings), SMOLLM2, CPU, torch.float32, 4000)
-        assert {"merged weights", "packed weights"} <= parts.keys() or not copies
-        assert copies or not {"merged weights", "packed weights"} & parts.keys()
+    parts = hold(config("model.lora_rank=4"), SMOLLM2, CPU, torch.float32, 4000)
+    assert {"merged weights", "packed weights"} <= parts.keys()
+
+
+def test_adapters_are_merged_where_half_of_what_is_left_is_enough() -> None:
+    chosen = config("model.lora_rank=4")
+    parts = hold(chosen, SMOLLM2, CUDA, torch.bfloat16, 4000)
+    needed = parts["weights"] + parts["cache"] + 2 * parts["merged weights"]
+    for free, merged in ((needed + 1, True), (needed - 1, False)):
+        assert ("merged weights" in hold(chosen, SMOLLM2, CUDA, torch.bfloat16, 4000, free)) == merged
 
 
 def test_what_an_engine_gives_back_counts_where_both_work_at_once() -> None:

@@ -100,7 +100,7 @@ def test_memory_of_a_cluster_is_not_this_machines(
 ) -> None:
     """What does not fit here may fit there."""
     monkeypatch.setattr("kitae.study.memory_estimate.room", lambda _: 1.0)
-    alone, spread = found(), found(cluster={"backend": "local", "ranks": 2, "engines": 1})
+    alone, spread = found(), found(cluster={"backend": "local", "ranks": 2})
     assert alone.memory is not None and not alone.memory.fits
     assert spread.memory is None and spread.model is not None
     assert "memory     is not worked out for a cluster" in describe(config(), spread)

@@ -5,6 +5,6 @@ from typing import Any
 from kitae.workers.config import ClusterConfig
 
 
-def ray_config(nodes: Any, engines: int = 1, patience: float = 30.0, **pool: Any) -> ClusterConfig:
-    settings = {"backend": "ray", "address": nodes.address, "engines": engines, "patience": patience}
+def ray_config(nodes: Any, patience: float = 30.0, **pool: Any) -> ClusterConfig:
+    settings = {"backend": "ray", "address": nodes.address, "patience": patience}
     return ClusterConfig.model_validate({**settings, "pools": {"engines": pool}})

@@ -17,18 +17,17 @@ THREE = [
 
 def cluster(counts: tuple[int, int, int], **pools: dict[str, object]) -> ClusterConfig:
     """counts: ranks, engines, verifiers."""
-    given = dict(zip(("ranks", "engines", "verifiers"), counts, strict=True))
-    return ClusterConfig.model_validate({"backend": "ray", **given, "pools": pools})
+    ranks, _, verifiers = counts
+    return ClusterConfig.model_validate({"backend": "ray", "ranks": ranks, "verifiers": verifiers, "pools": pools})
 
 
-def groups(config: ClusterConfig) -> list[tuple[str, tuple[Demand, ...], dict[str, tuple[int, ...]]]]:
-    counts = {"trainer": config.ranks, "engines": config.engines, "verifiers": config.verifiers}
-    return [(r.name, r.bundles, dict(r.slots)) for r in groups_of(config, counts)]
+def groups(config: ClusterConfig, engines: int) -> list[tuple[str, tuple[Demand, ...], dict[str, tuple[int, ...]]]]:
+    return [(r.name, r.bundles, dict(r.slots)) for r in groups_of(config, counts_of(config, engines))]
 
 
 def test_split_pools_have_a_group_each() -> None:
     config = cluster((2, 1, 1), trainer={"gpus": 1}, verifiers={"cpus": 4, "memory_gb": 2})
-    assert groups(config) == [
+    assert groups(config, 1) == [
         ("trainer", (Demand(1, 1),) * 2, {"trainer": (0, 1)}),
         ("engines", (Demand(1),), {"engines": (0,)}),
         ("verifiers", (Demand(4, 0, 2e9),), {"verifiers": (0,)}),
@@ -40,7 +39,7 @@ def test_colocated_pools_share_bundles() -> None:
         "trainer": {"gpus": 0.5, "cpus": 2},
         "engines": {"gpus": 0.5, "colocate_with": "trainer", "labels": {"a": "b"}},
     }
-    assert groups(cluster((2, 3, 0), **both)) == [
+    assert groups(cluster((2, 3, 0), **both), 3) == [
         ("trainer", (Demand(4, 1.5), Demand(3, 1)), {"trainer": (0, 1), "engines": (0, 1, 0)})
     ]
 
@@ -51,7 +50,7 @@ def test_beside_what_is_in_the_controllers_process_is_on_its_machine() -> None:
 
 
 def test_a_bundle_asks_for_something() -> None:
-    assert groups(cluster((2, 0, 0), trainer={"cpus": 0}))[0][1] == (Demand(0.001),) * 2
+    assert groups(cluster((2, 0, 0), trainer={"cpus": 0}), 0)[0][1] == (Demand(0.001),) * 2
 
 
 @pytest.mark.parametrize(
@@ -111,14 +110,14 @@ def test_pools_that_are_colocated_with_each_other() -> None:
 
 
 def test_on_other_machines_a_trainer_is_always_one_of_them() -> None:
-    assert counts_of(cluster((1, 2, 3))) == {"trainer": 1, "engines": 2, "verifiers": 3}
-    assert counts_of(ClusterConfig(backend="local"))["trainer"] == 0
+    assert counts_of(cluster((1, 2, 3)), 2) == {"trainer": 1, "engines": 2, "verifiers": 3}
+    assert counts_of(ClusterConfig(backend="local"), 1)["trainer"] == 0
 
 
 def gpus(counts: tuple[int, int, int], there: int, device: str = "auto", *, fixed: bool = True, **pools: Any) -> Any:
     config = cluster(counts, **pools)
     machines = [Supplier("a", Demand(64, there), Demand(64, there))]
-    found = with_gpus(config, counts_of(config), device, machines, fixed=fixed).pools
+    found = with_gpus(config, counts_of(config, counts[1]), device, machines, fixed=fixed).pools
     return found["trainer"].gpus, found["engines"].gpus, found["verifiers"].gpus if "verifiers" in found else None
 
 

@@ -73,10 +73,10 @@ def test_on_ray_engines_have_one_each_or_share(monkeypatch: pytest.MonkeyPatch, 
 
     monkeypatch.setattr(local_nodes, "_gpus", lambda: 2)
     pools = {"engines": {"cpus": 0.1}}
-    config = ClusterConfig.model_validate({"backend": "ray", "engines": engines, "pools": pools})
+    config = ClusterConfig.model_validate({"backend": "ray", "pools": pools})
 
     async def shown() -> list[str]:
-        async with opened(config) as cluster:
+        async with opened(config, engines) as cluster:
             started = [await cluster.start(LaunchSpec("e", "posted", {}, pool="engines")) for _ in range(engines)]
             return [(await greeting(process))["shown"][SHOWN] for process in started]
 

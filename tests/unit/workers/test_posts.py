@@ -29,13 +29,13 @@ def config(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> C
         warm = server.instead_of(asyncio.create_subprocess_exec, POSTS)
         monkeypatch.setattr(asyncio, "create_subprocess_exec", warm)
     if request.param != "ray":
-        return ClusterConfig(backend="local", engines=2)
-    return ClusterConfig(backend="ray", engines=2, address=request.getfixturevalue("nodes").address)
+        return ClusterConfig(backend="local")
+    return ClusterConfig(backend="ray", address=request.getfixturevalue("nodes").address)
 
 
 @asynccontextmanager
-async def opened(config: ClusterConfig) -> AsyncIterator[Any]:
-    cluster = await open_cluster(config, {"engines": config.engines})
+async def opened(config: ClusterConfig, engines: int = 2) -> AsyncIterator[Any]:
+    cluster = await open_cluster(config, {"engines": engines})
     assert cluster is not None
     started, start = [], cluster.start
 

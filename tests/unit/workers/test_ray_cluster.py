@@ -30,7 +30,7 @@ def test_nobody_comes_in_without_the_secret(nodes: Any) -> None:
             writer.close()
 
     async def body() -> None:
-        async with opened(ray_config(nodes)) as cluster:
+        async with opened(ray_config(nodes), 1) as cluster:
             process = await cluster.start(spec())
             host, port = cluster.listener.address
             async with cluster.listener.expect() as (where, arrival):
@@ -46,7 +46,7 @@ def test_nobody_comes_in_without_the_secret(nodes: Any) -> None:
 
 def test_a_keeper_that_dies_takes_its_process_along(nodes: Any) -> None:
     async def body() -> None:
-        async with opened(ray_config(nodes)) as cluster:
+        async with opened(ray_config(nodes), 1) as cluster:
             process = await cluster.start(spec(linger=True))
             keeper = int(Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[1])
             os.kill(keeper, 9)
@@ -72,7 +72,7 @@ def test_a_node_that_is_removed(few: OwnNodes) -> None:
     added = few.add(9, num_cpus=64)
 
     async def body() -> None:
-        async with opened(ray_config(few, 2, cpus=20, place="strict-pack")) as cluster:
+        async with opened(ray_config(few, cpus=20, place="strict-pack")) as cluster:
             process = await cluster.start(spec(linger=True))
             few.add(10, num_cpus=64)
             began = time.monotonic()
@@ -91,7 +91,7 @@ def test_a_controller_that_is_killed_leaves_nothing(nodes: Any) -> None:
     program = (
         "import asyncio, sys; sys.path[:0] = sys.argv[2:]; from test_posts import *\n"
         "async def body():\n"
-        "    async with opened(ClusterConfig(backend='ray', engines=1, address=sys.argv[1])) as cluster:\n"
+        "    async with opened(ClusterConfig(backend='ray', address=sys.argv[1]), 1) as cluster:\n"
         "        print((await cluster.start(spec(linger=True))).pid, flush=True); await asyncio.sleep(600)\n"
         "asyncio.run(body())"
     )

@@ -18,7 +18,7 @@ def test_without_ray() -> None:
     program = (
         "import asyncio, sys; sys.modules['ray'] = None; import kitae.run.train_run, kitae.cli.main\n"
         "from kitae.workers.backends import open_cluster; from kitae.workers.config import ClusterConfig\n"
-        "asyncio.run(open_cluster(ClusterConfig(backend='ray')))"
+        "asyncio.run(open_cluster(ClusterConfig(backend='ray'), {}))"
     )
     ended = subprocess.run([sys.executable, "-c", program], check=False, capture_output=True, text=True)
     assert "ConfigError: cluster.backend = 'ray' needs the package ray: pip install 'kitae[cluster]'" in ended.stderr
@@ -36,4 +36,4 @@ def test_an_address_where_nobody_is(address: str, why: str) -> None:
     if find_spec("ray") is None:
         pytest.skip("ray is not installed: pip install 'kitae[cluster]'")
     with pytest.raises(ConfigError, match=why):
-        asyncio.run(open_cluster(ClusterConfig(backend="ray", address=address)))
+        asyncio.run(open_cluster(ClusterConfig(backend="ray", address=address), {}))

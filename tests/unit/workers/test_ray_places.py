@@ -27,7 +27,7 @@ from kitae.workers.ray.local_nodes import NODE_LABEL
 def test_what_cannot_be_met_is_refused_in_time(nodes: Any, engines: int, pool: dict[str, Any], why: str) -> None:
     began = time.monotonic()
     with pytest.raises(ConfigError, match="the cluster cannot give what is asked for") as caught:
-        asyncio.run(open_cluster(ray_config(nodes, engines, 2.0, **pool), {"engines": engines}))
+        asyncio.run(open_cluster(ray_config(nodes, 2.0, **pool), {"engines": engines}))
     assert time.monotonic() - began < 60
     assert why in str(caught.value) and f"labels {NODE_LABEL}=2" in str(caught.value)
 
@@ -37,7 +37,7 @@ def test_what_is_taken_already_is_refused_too(nodes: Any) -> None:
     cores = len(os.sched_getaffinity(0))
 
     async def body() -> None:
-        async with opened(ray_config(nodes, 3, 8.0, cpus=cores)) as cluster:
+        async with opened(ray_config(nodes, 8.0, cpus=cores), 3) as cluster:
             with pytest.raises(LaunchError, match=r"too little of it is free, within 8 s(.|\n)*\(free: 0 CPUs"):
                 await asyncio.gather(*(cluster.start(spec()) for _ in range(4)))
 
@@ -46,11 +46,11 @@ def test_what_is_taken_already_is_refused_too(nodes: Any) -> None:
 
 def test_labels_and_spreading(nodes: Any) -> None:
     async def spread() -> set[str]:
-        async with opened(ray_config(nodes, 3, place="strict-spread")) as cluster:
+        async with opened(ray_config(nodes, place="strict-spread"), 3) as cluster:
             return {process.where for process in await asyncio.gather(*(cluster.start(spec()) for _ in range(3)))}
 
     async def labelled() -> list[str]:
-        async with opened(ray_config(nodes, 2, cpus=0.5, labels={NODE_LABEL: "1"})) as cluster:
+        async with opened(ray_config(nodes, cpus=0.5, labels={NODE_LABEL: "1"})) as cluster:
             return [process.where for process in [await cluster.start(spec()) for _ in range(2)]]
 
     assert len(asyncio.run(spread())) == 3
@@ -62,7 +62,7 @@ def test_one_more_than_was_foreseen(nodes: Any) -> None:
     """It finds a place of its own, which is given back with it."""
 
     async def body() -> None:
-        async with opened(ray_config(nodes, 1, cpus=1)) as cluster:
+        async with opened(ray_config(nodes, cpus=1), 1) as cluster:
             processes = [await cluster.start(spec()) for _ in range(3)]
             free = sum(machine.free.cpus for machine in cluster.machines())
             for process in processes[1:]:
