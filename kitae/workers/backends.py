@@ -11,8 +11,8 @@ from kitae.workers.subprocesses import LocalCluster
 async def open_cluster(config: ClusterConfig, counts: Mapping[str, int], device: str = "auto") -> Cluster | None:
     """Where the parts of a run find places; None: it is all one process. The caller closes it.
 
-    counts: processes of each pool that must have a place from the start. device: `model.device`, on which GPUs depend. `ConfigError` where there is no such cluster, or it cannot give what is asked
-    for.
+    counts: processes of each pool that must have a place from the start. device: `model.device`, on which GPUs depend.
+    `ConfigError` where there is no such cluster, or it cannot give what is asked for.
     """
     if config.backend == "none":
         return None
