@@ -4,7 +4,8 @@ The driver passes samples; the trainer packs them into rows, which ranks compute
 calls back: before `optim_step`, the driver stops whatever must not read the weights while they change.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+import asyncio
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -62,6 +63,23 @@ class OutsideTeacher(Protocol):
     async def start(self) -> None: ...
     async def score(self, samples: Sequence[Sample]) -> list[FloatArray]: ...
     async def close(self) -> None: ...
+
+
+Annotate = Callable[[Sequence[Sample], Collection[Column]], Awaitable[list[Sample]]]
+
+
+async def annotate_with(
+    teacher: OutsideTeacher | None, annotate: Annotate, samples: Sequence[Sample], columns: Collection[Column]
+) -> list[Sample]:
+    """What `annotate` gives, and of these columns the teacher's by a teacher that is elsewhere, if there is one."""
+    if teacher is None or Column.TEACHER not in columns:
+        return await annotate(samples, columns)
+    computing = annotate(samples, [column for column in columns if column is not Column.TEACHER])
+    if teacher.takes_turns:
+        known, taught = await computing, await teacher.score(samples)
+    else:
+        known, taught = await asyncio.gather(computing, teacher.score(samples))
+    return [annotated(s, Column.TEACHER, logp_N) for s, logp_N in zip(known, taught, strict=True)]
 
 
 class Role(Enum):

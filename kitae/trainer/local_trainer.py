@@ -11,7 +11,7 @@ import torch
 from kitae.data.packing import with_experts
 from kitae.kernels.openmp import dismiss_team
 from kitae.observe.meter import Kind, Totals
-from kitae.trainer.base import THREADS, Batch, Column, OutsideTeacher, annotated
+from kitae.trainer.base import THREADS, Batch, Column, OutsideTeacher, annotate_with, annotated
 from kitae.trainer.forward import pack_rows, split_rows
 from kitae.trainer.training_worker import Worker
 from kitae.types import Sample
@@ -51,18 +51,12 @@ class LocalTrainer:
             await self._teacher.start()
 
     async def annotate(self, samples: Sequence[Sample], columns: Collection[Column]) -> list[Sample]:
-        if self._teacher is None or Column.TEACHER not in columns:
-            return await self._run(self._compute, lambda: self._annotate(samples, columns))
-        own = [column for column in columns if column is not Column.TEACHER]
-        computing = self._run(self._compute, lambda: self._annotate(samples, own))
-        if self._teacher.takes_turns:
-            known, taught = await computing, await self._teacher.score(samples)
-        else:
-            known, taught = await asyncio.gather(computing, self._teacher.score(samples))
-        pairs = zip(known, taught, strict=True)
-        return [s.with_columns(**{Column.TEACHER.value: s.spread(logp_N)}) for s, logp_N in pairs]
+        return await annotate_with(self._teacher, self._annotate, samples, columns)
 
-    def _annotate(self, samples: Sequence[Sample], columns: Collection[Column]) -> list[Sample]:
+    async def _annotate(self, samples: Sequence[Sample], columns: Collection[Column]) -> list[Sample]:
+        return await self._run(self._compute, lambda: self._compute_columns(samples, columns))
+
+    def _compute_columns(self, samples: Sequence[Sample], columns: Collection[Column]) -> list[Sample]:
         policy, share = self.worker.policy, not self.worker.policy.plain
         parts, rows = pack_rows(samples, self.worker.training, policy.device, policy.dtype, share_prompts=share)
         found = self.worker.annotate(rows, columns)

@@ -20,7 +20,7 @@ from kitae.config.root import Root
 from kitae.data.packing import pack
 from kitae.errors import KitaeError, TrainerError, TrainerLost, WorkerLost, root_cause
 from kitae.observe.meter import Totals
-from kitae.trainer.base import Batch, Column, OutsideTeacher, annotated
+from kitae.trainer.base import Batch, Column, OutsideTeacher, annotate_with, annotated
 from kitae.trainer.forward import split_rows, token_budget
 from kitae.trainer.parallel.rank_frames import totals_of_wire
 from kitae.trainer.sample_wire import samples_to_wire
@@ -116,14 +116,9 @@ class RankedTrainer:
     # What the driver asks.
 
     async def annotate(self, samples: Sequence[Sample], columns: Collection[Column]) -> list[Sample]:
-        own = [column for column in columns if column is not Column.TEACHER]
-        if self._teacher is None or len(own) == len(columns):
-            return await self._annotate(samples, own)
-        known, taught = await asyncio.gather(self._annotate(samples, own), self._teacher.score(samples))
-        pairs = zip(known, taught, strict=True)
-        return [s.with_columns(**{Column.TEACHER.value: s.spread(logp_N)}) for s, logp_N in pairs]
+        return await annotate_with(self._teacher, self._annotate, samples, columns)
 
-    async def _annotate(self, samples: Sequence[Sample], columns: Sequence[Column]) -> list[Sample]:
+    async def _annotate(self, samples: Sequence[Sample], columns: Collection[Column]) -> list[Sample]:
         if not columns:
             return list(samples)
         rows = self._pack(samples)

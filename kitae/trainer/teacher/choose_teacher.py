@@ -8,7 +8,7 @@ from kitae.models.policy import Policy
 from kitae.trainer.base import OutsideTeacher
 from kitae.trainer.teacher.frozen_teacher import Teacher, load_teacher
 from kitae.trainer.teacher.served_teacher import ServedTeacher
-from kitae.trainer.teacher.teacher_process import TeacherProcess
+from kitae.trainer.teacher.teacher_process import TeacherPool
 
 
 def inside_teacher(config: RLConfig, student: Policy) -> Teacher | None:
@@ -25,11 +25,11 @@ def outside_teacher(config: RLConfig, student: Policy, note: Callable[[str], Non
     return served_teacher(config) or _teacher_process(config, student, note)
 
 
-def _teacher_process(config: RLConfig, student: Policy, note: Callable[[str], None]) -> TeacherProcess | None:
+def _teacher_process(config: RLConfig, student: Policy, note: Callable[[str], None]) -> TeacherPool | None:
     if not isinstance(config, DistilConfig) or config.method.teacher.place != "process":
         return None
     teacher = config.method.teacher
-    return TeacherProcess(
+    return TeacherPool(
         config.model,
         teacher.path,
         student,

@@ -1,71 +1,62 @@
-"""The process in which a teacher runs; the other end is `kitae.trainer.teacher.teacher_process`.
+"""The worker process of a teacher, which scores rows of samples (`kitae.trainer.teacher.teacher_process` asks it).
 
-    setup  {"model": {…}, "rows", "token_budget", "temperature"}                            greeting  {}
-    job    {"tokens", "positions", "spans", "sources", "targets", "threads"}, of one row    answer    {"logp": […]}
+    setup  {"model": {…}, "rows", "token_budget", "temperature"}
+    score  the samples of one row (`kitae.trainer.sample_wire`), and "threads"  ►  logp, float32 [N]
 
-model: the settings by which the teacher is loaded. The numbers of an answer are those that the teacher would give in
-the trainer's process, bit for bit: a row is computed as it was laid out, and JSON keeps every digit.
+model: the settings by which the teacher is loaded. A row is laid out as in the trainer, so its log-probs are those that
+a teacher in the trainer's process would give, bit for bit.
 """
 
-from collections.abc import Callable, Mapping
-from functools import partial
+import asyncio
+import socket
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from kitae.data.packing import Row, Span
-from kitae.models.config import ModelConfig
-from kitae.models.load import forked
-from kitae.trainer.config import LearningConfig
-from kitae.workers.templates.template_main import Answer, serve
+from kitae.workers.frames import Frame
+from kitae.workers.serve import Reply, Send, Served, serve
 
 if TYPE_CHECKING:
     from kitae.trainer.teacher.frozen_teacher import Teacher
 
 
-def main() -> None:
-    serve(load)
+def main(setup: dict[str, Any], stream: socket.socket) -> None:
+    """In a worker process (`kitae.workers.worker_main`)."""
+
+    async def make(send: Send) -> TeacherWorker:
+        return TeacherWorker(_load(setup))
+
+    serve(stream, make)
 
 
-def load(setup: Mapping[str, Any]) -> tuple[Mapping[str, Any], Answer]:
-    config = ModelConfig(**setup["model"])
-    return {}, partial(_answer, forked(config.device, partial(_open, config, setup)))
-
-
-def job_of(row: Row, threads: int) -> dict[str, Any]:
-    """What is asked of a row."""
-    return {
-        "tokens": row.tokens_T.tolist(),
-        "positions": row.positions_T.tolist(),
-        "spans": [[s.start, s.length, s.prefix_start, s.prefix_length] for s in row.spans],
-        "sources": row.source_N.tolist(),
-        "targets": row.target_N.tolist(),
-        "threads": threads,
-    }
-
-
-def _row_of(job: Mapping[str, Any]) -> Row:
-    tokens, positions, sources, targets = (
-        np.array(job[name], dtype=np.int64) for name in ("tokens", "positions", "sources", "targets")
-    )
-    unused = np.zeros(len(targets), dtype=np.float32)
-    spans = tuple(Span(*span) for span in job["spans"])
-    return Row(tokens, positions, spans, sources, targets, unused, {}, (len(targets),))
-
-
-def _open(config: ModelConfig, setup: Mapping[str, Any]) -> "Teacher":
+def _load(setup: dict[str, Any]) -> "Teacher":
+    from kitae.models.config import ModelConfig
     from kitae.models.load import load_policy
+    from kitae.trainer.config import LearningConfig
     from kitae.trainer.teacher.frozen_teacher import Teacher
 
     training = LearningConfig(token_budget=setup["token_budget"])
-    return Teacher(load_policy(config), training, setup["temperature"], setup["rows"])
+    return Teacher(load_policy(ModelConfig(**setup["model"])), training, setup["temperature"], setup["rows"])
 
 
-def _answer(open_teacher: "Callable[[], Teacher]", job: Mapping[str, Any]) -> Mapping[str, Any]:
-    import torch
+class TeacherWorker(Served):
+    """One row at a time, in a thread of its own, so that the process goes on giving signs of life."""
 
-    from kitae.trainer.trainable_model import outputs
+    def __init__(self, teacher: "Teacher") -> None:
+        self._teacher = teacher
+        self._computing = ThreadPoolExecutor(1, "kitae-teacher")
+        self.ordered = {"score": self._score}
 
-    torch.set_num_threads(job["threads"])  # here and not in the template: a fork has none but its own
-    (logp_N,) = outputs(open_teacher(), [_row_of(job)])
-    return {"logp": logp_N.tolist()}
+    async def _score(self, frame: Frame) -> Reply:
+        return await asyncio.get_running_loop().run_in_executor(self._computing, self._compute, frame)
+
+    def _compute(self, frame: Frame) -> Reply:
+        import torch
+
+        from kitae.data.packing import lay_out
+        from kitae.trainer.sample_wire import samples_of_wire
+        from kitae.trainer.trainable_model import outputs
+
+        torch.set_num_threads(frame.header["threads"])
+        (part,), _ = samples_of_wire(frame.header, frame.arrays)
+        (logp_N,) = outputs(self._teacher, [lay_out(part)])
+        return {}, {"logp": logp_N}
