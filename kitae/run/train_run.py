@@ -36,9 +36,8 @@ from kitae.store.disk import disk_errors, flush
 from kitae.store.permissions import private
 from kitae.store.run_folder import Result, RunStore
 from kitae.trainer.base import Trainer
-from kitae.workers.backends import open_cluster
+from kitae.workers.backends import counts_of, open_cluster
 from kitae.workers.base import Cluster
-from kitae.workers.demand import counts_of
 
 _MOST_FRUITLESS = 3  # attempts in a row that may lose their trainer before they have trained a new step
 

@@ -21,3 +21,15 @@ async def open_cluster(config: ClusterConfig, counts: Mapping[str, int], device:
     from kitae.workers.ray.ray_cluster import RayCluster
 
     return await RayCluster.open(config, counts, device)
+
+
+def counts_of(config: ClusterConfig, engines: int) -> dict[str, int]:
+    """How many processes each pool has from the start. On other machines, a trainer is always one of them.
+
+    engines: Kitae's own in processes of their own.
+    """
+    return {
+        "trainer": config.ranks if config.ranks > 1 or config.backend == "ray" else 0,
+        "engines": engines,
+        "verifiers": config.verifiers,
+    }

@@ -89,18 +89,6 @@ class PlacementGroup:
         return f"{pools}: {number}{where}" + (f", labels {labels}" if labels else "")
 
 
-def counts_of(config: ClusterConfig, engines: int) -> dict[str, int]:
-    """How many processes each pool has from the start. On other machines, a trainer is always one of them.
-
-    engines: Kitae's own in processes of their own.
-    """
-    return {
-        "trainer": config.ranks if config.ranks > 1 or config.backend == "ray" else 0,
-        "engines": engines,
-        "verifiers": config.verifiers,
-    }
-
-
 def with_gpus(
     config: ClusterConfig, counts: Mapping[str, int], device: str, machines: Iterable[Supplier], *, fixed: bool
 ) -> ClusterConfig:

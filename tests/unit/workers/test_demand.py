@@ -4,8 +4,9 @@ from typing import Any
 
 import pytest
 
+from kitae.workers.backends import counts_of
 from kitae.workers.config import ClusterConfig
-from kitae.workers.demand import Demand, Supplier, counts_of, groups_of, hopeless, refusal, with_gpus
+from kitae.workers.demand import Demand, Supplier, groups_of, hopeless, refusal, with_gpus
 
 SMALL = Demand(2, 0, 8e9)
 THREE = [
