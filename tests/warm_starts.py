@@ -1,7 +1,5 @@
 """Processes that programs start as `python -c CODE`, forked from one that has the imports done.
 
-    python warm_starts.py DESCRIPTOR     the one that they are forked from, which ends with its connection
-
 Imports take most of the time of a tiny run with ranks and engines of their own. What is forked is otherwise a process
 like any other: a child of who asked for it, in a session of its own, with its descriptors, environment and folder, to
 be killed and waited for. Left out: `PYTHONHASHSEED` comes too late, and `/proc` shows the command line of the server.
@@ -114,7 +112,7 @@ class Child:
 
 
 class Server:
-    """The process with the imports done, as a child of this one."""
+    """The process with the imports done, below this one."""
 
     def __init__(self, connection: socket.socket, end: Callable[[], None]) -> None:
         self._connection, self._end = connection, end
@@ -125,13 +123,12 @@ class Server:
     def started(cls) -> Self:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            command = [sys.executable, __file__, str(theirs.fileno())]
-            environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-            process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment)
+            process = context().Process(target=_serve, args=(theirs,), daemon=True)
+            process.start()
 
         def end() -> None:
             process.kill()
-            process.wait()
+            process.join()
 
         return cls(ours, end)
 
@@ -287,9 +284,3 @@ def _use_threads(environment: Mapping[str, str]) -> None:
 
     if count := environment.get("OMP_NUM_THREADS"):
         torch.set_num_threads(int(count))
-
-
-if __name__ == "__main__":
-    for name in IMPORTS:
-        __import__(name)
-    _serve(socket.socket(fileno=int(sys.argv[1])))

@@ -2,7 +2,8 @@
 
     PYTHONPATH=tests python tests/integration/damage.py [--trials 1000] [--first 0] [--seconds S]
 
-A few small runs of different kinds are killed (`KINDS`), and each is also trained to its end once. A trial copies a
+A few small runs of different kinds are killed (`KINDS`): each once it is asked for, and trained to its end too, once. A
+trial copies a
 killed run and its model, damages one file (`DAMAGES`), and resumes it in a forked process, which has all imports. Half
 of the trials draw the file from all alike, half by size. Everything follows from the seed. A trial ends in one of
 these ways, and everything else is a failure:
@@ -13,6 +14,7 @@ these ways, and everything else is a failure:
 """
 
 import argparse
+import asyncio
 import contextlib
 import os
 import random
@@ -29,12 +31,30 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from fault_plans import AGENTS, OFFLINE, write_rows
 from harness import run_config, toy_config
 from safetensors.torch import load_file
-from warm_starts import context
+from warm_starts import POSTS, VERIFIERS, Server, context
 
-KINDS = ("on policy", "lora and reference", "dpo", "sft")
+KINDS = {
+    "on policy": (),
+    "lora and reference": ("model.lora_rank=2", "algorithm.kl.coef=0.1", "algorithm.reference=frozen"),
+    "dpo": (),
+    "sft": (),
+    "critic": ("algorithm.preset=ppo", "algorithm.critic.warmup=1"),
+    "agents": (*AGENTS, "verifier.max_error_share=1"),
+    "teacher": ("method.kind=distil",),
+    "spread": ("cluster.backend=local", "cluster.ranks=2", "cluster.engines=1"),
+    "kto": (),
+    "reward": (),
+    "distil-file": (),
+    "two ranks": ("cluster.backend=local", "cluster.ranks=2"),
+}
+"""Runs, with the settings that they have beside others."""
+FILES = {"two ranks": "sft"} | {name: name for name in OFFLINE}
+"""Those that learn from a file, with their methods."""
 DAMAGES = ("flip", "flip", "flip", "flip", "flip", "flip", "truncate", "append", "delete", "zero", "exchange")
+GIVEN = (".lock", "train.jsonl", "held_out.jsonl")  # data is compared by fingerprints, and is the affair of its owner
 RL = (
     "training.steps=5", "training.prompts_per_step=2", "training.group_size=2", "checkpoint.every=2",
     "checkpoint.keep=2", "eval.prompts=0", "sampling.max_tokens=5", "verifier.check_gold=false",
@@ -65,32 +85,31 @@ def crashing(step: int) -> Iterator[None]:
 
 def _config(kind: str, folder: Path, seed: int) -> Any:
     from kitae.config.recipe import override_config, parse_config
+    from kitae.models.tiny import make_tiny
 
-    model = f"model.path={folder / 'base'}"
-    if kind in ("on policy", "lora and reference"):
-        more = ["model.lora_rank=2", "algorithm.kl.coef=0.1", "algorithm.reference=frozen"] if "lora" in kind else []
-        return toy_config(folder, *RL, model, f"run.seed={seed}", *more)
-    rows = {
-        "dpo": '{{"prompt": "say {0}", "chosen": "yes yes", "rejected": "no {0}"}}\n',
-        "sft": '{{"prompt": "say {0}", "completion": "yes {0}"}}\n',
-    }[kind]
-    (folder / "train.jsonl").write_text("".join(rows.format(i) for i in range(8)))
-    values = {
+    more = [f"model.path={folder / 'base'}", *KINDS[kind]]
+    if kind in ("teacher", "distil-file") and not (folder / "teacher").exists():
+        make_tiny(folder / "teacher", seed=11, hidden=32)
+    more += [f"method.teacher={folder / 'teacher'}"] * (kind in ("teacher", "distil-file"))
+    if kind not in FILES:
+        return toy_config(folder, *RL, f"run.seed={seed}", *more)
+    write_rows(FILES[kind], folder)
+    values: dict[str, Any] = {
         "run": {"name": "toy", "dir": str(folder), "seed": seed},
-        "method": {"kind": kind},
+        "method": {"kind": FILES[kind], **({"teacher": str(folder / "teacher")} if kind == "distil-file" else {})},
         "model": {"path": "tiny", "device": "cpu", "dtype": "float32"},
         "data": {"path": str(folder / "train.jsonl")},
         "training": {"lr": 1e-3, "batch": 2, "steps": 5},
         "checkpoint": {"every": 2, "keep": 2},
         "eval": {"examples": 0},
     }
-    return override_config(parse_config(values), [model])
+    return override_config(parse_config(values), more)
 
 
 def _make(kind: str, folder: str, seed: int, killed_at: int) -> None:
     from kitae.models.load import find_model
 
-    torch.set_num_threads(1)
+    _fork_what_is_started()
     found = find_model("tiny")
     assert found is not None
     place = Path(folder)
@@ -98,6 +117,13 @@ def _make(kind: str, folder: str, seed: int, killed_at: int) -> None:
         shutil.copytree(found, place / "base")
     with crashing(killed_at) if killed_at else contextlib.nullcontext():
         run_config(_config(kind, place, seed))
+
+
+def _fork_what_is_started() -> None:
+    """Workers of this process begin with their imports done."""
+    torch.set_num_threads(1)
+    warm = Server.forked().instead_of(asyncio.create_subprocess_exec, POSTS + VERIFIERS)
+    asyncio.create_subprocess_exec = warm  # type: ignore[assignment]
 
 
 def _in_child(target: Any, *arguments: Any) -> int:
@@ -116,15 +142,19 @@ class Made:
     def __init__(self, home: Path) -> None:
         self.home = home
         self.place = home / "here"  # where each trial is, one after the other: settings have absolute paths
-        self.weights: dict[str, dict[str, torch.Tensor]] = {}
-        for kind in KINDS:
+        self._weights: dict[str, dict[str, torch.Tensor]] = {}
+
+    def weights(self, kind: str) -> dict[str, torch.Tensor]:
+        """Those that a run of this kind leads to; the first to ask waits until the runs are made."""
+        if kind not in self._weights:
             for name, seed, killed_at in (("whole", 1, 0), ("killed", 1, 4), ("twin", 2, 4)):
                 self.place.mkdir()
                 code = _in_child(_make, kind, str(self.place), seed, killed_at)
                 assert code == (9 if killed_at else 0), (kind, name, code)
                 if name == "whole":
-                    self.weights[kind] = _weights(self.place / "toy-001")
+                    self._weights[kind] = _weights(self.place / "toy-001")
                 self.place.rename(self.folder(kind, name))
+        return self._weights[kind]
 
     def folder(self, kind: str, name: str) -> Path:
         return self.home / f"{kind}-{name}".replace(" ", "-")
@@ -143,7 +173,7 @@ def _resume(run: str, arguments: list[str], output: str) -> None:
     """The command line."""
     from kitae.cli.main import run as kitae
 
-    torch.set_num_threads(1)
+    _fork_what_is_started()
     sys.argv = ["kitae", "resume", run, *arguments]
     with open(output, "w") as file, contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
         try:
@@ -159,10 +189,11 @@ def _resume(run: str, arguments: list[str], output: str) -> None:
 class Trial:
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(f"damage {seed}")
-        self.seed, self.kind = seed, KINDS[seed % len(KINDS)]
+        self.seed, self.kind = seed, list(KINDS)[seed % len(KINDS)]
 
     def __call__(self) -> str:
         """How it ended; raises `AssertionError` on what must not be."""
+        self.expected = made().weights(self.kind)
         self.place = shutil.copytree(made().folder(self.kind, "killed"), made().place)
         try:
             self.what = self._damage()
@@ -171,7 +202,7 @@ class Trial:
             shutil.rmtree(self.place)
 
     def _damage(self) -> str:
-        files = [p for p in sorted(self.place.rglob("*")) if p.is_file() and p.name not in (".lock", "train.jsonl")]
+        files = [p for p in sorted(self.place.rglob("*")) if p.is_file() and p.name not in GIVEN]
         sizes = [p.stat().st_size for p in files]
         weights = sizes if self.rng.random() < 0.5 else [min(1, size) for size in sizes]
         path = self.rng.choices(files, weights)[0]
@@ -220,7 +251,7 @@ class Trial:
         return "taken for a change of settings, and said"
 
     def _is_same(self) -> bool:
-        ours, theirs = _weights(self.place / "toy-001"), made().weights[self.kind]
+        ours, theirs = _weights(self.place / "toy-001"), self.expected
         return ours.keys() == theirs.keys() and all(torch.equal(ours[n], theirs[n]) for n in theirs)
 
     def _say(self, problem: str) -> str:

@@ -4,10 +4,11 @@
 
 All kinds of faults in turn, and a table. A trial runs the command line in a forked process (the imports are done once,
 in multiprocessing's fork server). The fault strikes at the n-th call of some function of the run, drawn from the seed:
-before or after it. Settings are drawn from the seed too: staleness, refills, overdue and mastered groups, LoRA, methods
-with a reference, a critic or a greedy baseline, verifiers that are slow or fail now and then, evaluations, placements.
+before or after it. Settings are drawn from the seed too (`fault_plans`): staleness, refills, overdue and mastered
+groups, LoRA, methods with a reference, a critic or a greedy baseline, verifiers that are slow or fail now and then,
+evaluations, placements; and what sort of run it is: with agents, with a teacher, on a cluster, or on a file.
 At the end the ledger must balance, no rollout may have been lost on the way, every step and evaluation must be there
-once, and where the docs promise it, the numbers must be those of a run that was not interrupted.
+once, and where the docs promise it, the numbers must be those of a run that was not interrupted. No process is left.
 """
 
 import argparse
@@ -28,17 +29,14 @@ import traceback
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from harness import RECIPE, assert_same_metrics, rows, toy_config
+from fault_plans import PROMPTS, SAMPLES, SORTS, Plan
+from harness import assert_same_metrics, rows
+from safetensors.torch import load_file
 from warm_starts import POSTS, VERIFIERS, Server, context
-
-from kitae.kernels.cpu import packed
-
-PROMPTS, SAMPLES = 3, 3
 
 KINDS = (
     "kill the run",
@@ -54,120 +52,28 @@ KINDS = (
     "kill the engine",
     "corrupt an update",
     "delay an update",
+    "kill in a corrupt update",
+    "kill a rank",
+    "kill the teacher",
+    "kill an agent",
 )
-OWN_PROCESS = KINDS[-3:]  # the engine has a process of its own
-
-SCORE = """
-import os, time, zlib
-
-def score(response, reference, context):
-    if os.path.exists({outage!r}):
-        raise RuntimeError("the service is down")
-    mark = zlib.crc32(repr((response, reference)).encode())
-    if {flaky} and mark % 7 == 0 and not os.path.exists(path := os.path.join({folder!r}, f"seen-{{mark}}")):
-        open(path, "w").close()
-        raise RuntimeError("not now")
-    if {slow} and mark % 11 == 0:
-        time.sleep(0.25)
-    return {value}
-"""
+MARKS = {
+    "kill a verifier": "kitae.verifiers.child_main",
+    "kill the engine": "engine_main",
+    "kill a rank": "_rank",
+    "kill the teacher": "kitae.trainer.teacher.teacher_main",
+    "kill an agent": "captured_agent.py",
+}
+"""What is in the command of who is killed."""
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What a run of a trial is like: everything that its seed decides.
-
-    repeats: whether the docs promise that a resumed run has the numbers of one that was not interrupted.
-    """
-
-    settings: list[str]
-    steps: int
-    outage: Path
-    repeats: bool
-    later: list[str]  # what a resume changes
-    extended: int  # steps, after the run was finished
-
-    @staticmethod
-    def draw(seed: int, kind: str, folder: Path) -> "Plan":
-        rng = random.Random(f"settings {seed}")
-
-        def chance(share: float) -> bool:
-            return rng.random() < share
-
-        stale, steps = rng.choice([0, 0, 1, 2, 3]), rng.choice([3, 4, 6, 8])
-        flaky, slow, refill, mastered = chance(0.2), chance(0.3), chance(0.3), chance(0.25)
-        right_or_wrong = "float(any(c.isdigit() for c in response))"
-        part = "sum(c.isdigit() for c in response) / max(1, len(response))"
-        (folder / "own.py").write_text(
-            SCORE.format(
-                outage=str(folder / "outage"),
-                folder=str(folder),
-                flaky=flaky,
-                slow=slow,
-                value=right_or_wrong if refill or mastered else part,
-            )
-        )
-        settings = [
-            f"verifier.name={folder / 'own.py'}:score",
-            f"run.seed={seed}",
-            f"training.steps={steps}",
-            f"training.prompts_per_step={PROMPTS}",
-            f"training.group_size={SAMPLES}",
-            f"checkpoint.every={rng.choice([1, 2, 3])}",
-            f"checkpoint.keep={rng.choice([1, 2])}",
-            f"pipeline.max_staleness={stale}",
-            f"pipeline.in_flight={rng.choice(['keep', 'recompute'])}",
-            f"sampling.max_tokens={rng.choice([6, 40])}",
-            f"verifier.workers={rng.choice([1, 2, 4])}",
-            "verifier.check_gold=false",
-            f"verifier.max_error_share={0.9 if flaky else 0.1}",
-            *rng.choice([["eval.prompts=0"], ["eval.prompts=3", f"eval.every={rng.choice([0, 1, 2])}"]]),
-            *rng.choice(METHODS),
-        ]
-        own_process = kind in OWN_PROCESS or chance(0.1)
-        if chance(0.35) and "algorithm.reference=ema" not in settings:
-            settings += ["model.lora_rank=4", "training.lr=1e-2"]
-        if stale and chance(0.4):
-            settings.append("pipeline.overdue=drop")
-        if refill:
-            settings += [
-                "algorithm.filter=zero-variance",
-                f"pipeline.refill.most={rng.choice([1, 5])}",
-                f"pipeline.refill.oversample={rng.choice([1, 1.5, 3])}",
-            ]
-        if mastered:
-            (folder / "data.jsonl").write_text("".join(f'{{"question": "p{i}", "answer": "{i}"}}\n' for i in range(5)))
-            settings += [f"data.path={folder / 'data.jsonl'}", "pipeline.mastered_visits=0.4", "pipeline.mastered=0.6"]
-            settings = ["eval.prompts=0" if s.startswith("eval.prompts") else s for s in settings]
-        if own_process:
-            settings += ["engine.kind=process", f"engine.sync={rng.choice(['full', 'delta'])}"]
-            settings.append(f"engine.count={rng.choice([1, 1, 2])}")
-        elif chance(0.15):
-            settings += ["engine.keep_cache=false", "engine.host_memory_gb=0.01"]
-        if packed.available(torch.float32) and random.Random(f"engine {seed}").random() < 0.25:  # other plans stay
-            settings.append("engine.weights_dtype=float8")
-        repeats = stale == 0 and not (refill or flaky or own_process or kind == "verifier outage")
-        later = ["checkpoint.every=1"] if chance(0.1) else []
-        return Plan(settings, steps, folder / "outage", repeats, later, rng.choice([1, 3]) if chance(0.12) else 0)
+STARTED: dict[int, str] = {}
+"""The processes that the run has started by now, with their commands."""
 
 
-KL = ("algorithm.kl.coef=0.05", "algorithm.reference=frozen")
-METHODS = (
-    [],
-    ["algorithm.preset=grpo", "algorithm.kl.coef=0.05", "algorithm.reference=frozen"],
-    ["algorithm.preset=dapo"],
-    ["training.minibatches=2", "training.epochs=2"],
-    ["algorithm.preset=remax"],
-    ["algorithm.preset=ppo", "algorithm.critic.warmup=1"],
-    ["algorithm.preset=grpo", "algorithm.kl.coef=0.05", "algorithm.reference=reset", "algorithm.reference.every=2"],
-    ["algorithm.kl.coef=0.05", "algorithm.reference=ema", "algorithm.reference.every=1", "algorithm.reference.mix=0.3"],
-    ["algorithm.shaping.norm=running", *KL, "algorithm.kl.target=0.1"],
-)
-
-
-def _points(steps: int) -> list[tuple[Any, str, int]]:
+def _points(sort: str, steps: int) -> list[tuple[Any, str, int]]:
     """Functions of a run at which a fault may strike, with about how often they are called."""
-
+    from kitae.offline.loop import OfflineLoop
     from kitae.rl import evaluations
     from kitae.rl.weight_sync import WeightSync
     from kitae.store.checkpoints import Checkpoints
@@ -177,7 +83,23 @@ def _points(steps: int) -> list[tuple[Any, str, int]]:
     from kitae.trainer.learner import Learner
     from kitae.trainer.training_worker import Worker
 
+    points: list[tuple[Any, str, int]] = [
+        (Checkpoints, "save", 2),
+        (Checkpoints, "_commit", 2),
+        (RunStore, "begin", 1),
+        (Metrics, "append", steps),
+    ]
+    if sort != "spread":  # there it is done in other processes
+        points += [
+            (Worker, "forward_backward", steps),
+            (Worker, "optim_step", steps),
+            (Worker, "save", 2),
+            (training_worker, "export_policy", 1),
+        ]
+    if sort == "offline":
+        return [*points, (OfflineLoop, "_learn", steps), (OfflineLoop, "save", 2), (OfflineLoop, "evaluate", 2)]
     return [
+        *points,
         (Journal, "add_prompt", steps * PROMPTS),
         (Journal, "add_rollout", steps * PROMPTS * SAMPLES),
         (Journal, "update_score", steps * PROMPTS * SAMPLES),
@@ -186,21 +108,13 @@ def _points(steps: int) -> list[tuple[Any, str, int]]:
         (Journal, "sync", 2),
         (Learner, "learn", steps),
         (Learner, "save", 2),
-        (Worker, "forward_backward", steps),
-        (Worker, "optim_step", steps),
-        (Worker, "save", 2),
         (WeightSync, "hand_over", steps),
-        (Checkpoints, "save", 2),
-        (Checkpoints, "_commit", 2),
         (Checkpoints, "forget_after", 1),
-        (RunStore, "begin", 1),
-        (Metrics, "append", steps),
         (evaluations, "evaluate", 2),
-        (training_worker, "export_policy", 1),
     ]
 
 
-def strike(kind: str, rng: random.Random, steps: int, folder: Path) -> None:
+def strike(kind: str, rng: random.Random, sort: str, steps: int, folder: Path) -> None:
     """Arrange for the fault, in the process of the run."""
     if kind == "full disk":
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -216,16 +130,18 @@ def strike(kind: str, rng: random.Random, steps: int, folder: Path) -> None:
             rng.randint(0, steps),
             _delay(rng.random()),
         )
-    elif kind == "corrupt an update":
-        _around("kitae.weights.shared_memory:MemoryPublisher", "publish", rng.randint(1, steps), _corrupt)
+    elif kind in ("corrupt an update", "kill in a corrupt update"):
+        soon = (lambda: _kill("kill the engine", rng)) if kind == "kill in a corrupt update" else None
+        change = _corrupt(rng.random() * 0.2, soon)
+        _around("kitae.weights.shared_memory:MemoryPublisher", "publish", rng.randint(1, steps), change)
     else:
         if kind == "cut the power":
             _remember_what_lasts(folder)
-        owner, method, calls = rng.choice(_points(steps))
-        _at(owner, method, rng.randint(1, calls), rng.random() < 0.5, lambda: _now(kind, folder))
+        owner, method, calls = rng.choice(_points(sort, steps))
+        _at(owner, method, rng.randint(1, calls), rng.random() < 0.5, lambda: _now(kind, folder, rng))
 
 
-def _now(kind: str, folder: Path) -> None:
+def _now(kind: str, folder: Path, rng: random.Random) -> None:
     me = os.getpid()
     if kind in ("kill the run", "cut the power"):
         os.kill(me, signal.SIGKILL)
@@ -240,13 +156,19 @@ def _now(kind: str, folder: Path) -> None:
     elif kind == "freeze the run":
         subprocess.Popen(["sh", "-c", f"sleep 1; kill -CONT {me}"])
         os.kill(me, signal.SIGSTOP)
-    elif kind in ("kill a verifier", "kill the engine"):
-        mark = "kitae.engines.process.engine_main" if "engine" in kind else "kitae.verifiers"
-        found = [(pid, _command(pid)) for pid in _descendants(me)]  # others have the names of their imports in theirs
-        victims = [pid for pid, command in found if mark in command and "forkserver" not in command]
-        for pid in victims[-1:]:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+    else:
+        _kill(kind, rng)
+
+
+def _kill(kind: str, rng: random.Random) -> None:
+    """The youngest process of one of those that do such work, if there is any now."""
+    mark = MARKS[kind]
+    found = [pid for pid, command in STARTED.items() if mark in command and os.path.exists(f"/proc/{pid}")]
+    found = found or [pid for pid in _descendants(os.getpid()) if mark in _command(pid)]
+    if found:
+        chosen = rng.choice(found)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill([chosen, *_descendants(chosen)][-1], signal.SIGKILL)
 
 
 def _remember_what_lasts(folder: Path) -> None:
@@ -347,13 +269,19 @@ def _delay(seconds: float) -> Callable[..., Any]:
     return late
 
 
-def _corrupt(original: Callable[..., Any], publisher: Any, *arguments: Any, **settings: Any) -> Any:
-    """One byte of what was written is another one."""
-    manifest = original(publisher, *arguments, **settings)
-    image, delta = publisher.descriptors
-    where, offset = (delta, manifest.parts[0].offset) if manifest.parts else (image, manifest.entries[0].offset)
-    os.pwrite(where, bytes([os.pread(where, 1, offset)[0] ^ 0x40]), offset)
-    return manifest
+def _corrupt(seconds: float, then: Callable[[], None] | None) -> Callable[..., Any]:
+    """One byte of what was written is another one, and so much later something else happens too."""
+
+    def publish(original: Callable[..., Any], publisher: Any, *arguments: Any, **settings: Any) -> Any:
+        manifest = original(publisher, *arguments, **settings)
+        image, delta = publisher.descriptors
+        where, offset = (delta, manifest.parts[0].offset) if manifest.parts else (image, manifest.entries[0].offset)
+        os.pwrite(where, bytes([os.pread(where, 1, offset)[0] ^ 0x40]), offset)
+        if then is not None:
+            threading.Timer(seconds, then).start()
+        return manifest
+
+    return publish
 
 
 def _descendants(pid: int) -> list[int]:
@@ -372,7 +300,16 @@ def _command(pid: int) -> str:
         return ""
 
 
-def _child(folder: str, arguments: list[str], kind: str | None, seed: str, steps: int) -> None:
+def _birth(pid: int) -> str:
+    """When a process began, which tells it from another one of the same number; "" if it has ended."""
+    try:
+        state, *found = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return "" if state == "Z" else found[18]
+
+
+def _child(folder: str, arguments: list[str], kind: str | None, seed: str, sort: str, steps: int) -> None:
     """The process of a run: `kitae` with these arguments, and perhaps a fault."""
     import torch
 
@@ -382,15 +319,25 @@ def _child(folder: str, arguments: list[str], kind: str | None, seed: str, steps
     os.dup2(log, 1)
     os.dup2(log, 2)
     torch.set_num_threads(1)
-    found_by_name = {"kill a verifier": VERIFIERS, "kill the engine": POSTS}.get(kind or "", ())
-    boots = tuple(boot for boot in POSTS + VERIFIERS if boot not in found_by_name)
-    asyncio.create_subprocess_exec = Server.forked().instead_of(asyncio.create_subprocess_exec, boots)
+    warm = Server.forked().instead_of(asyncio.create_subprocess_exec, POSTS + VERIFIERS)
+    asyncio.create_subprocess_exec = _noting(warm, Path(folder))  # type: ignore[assignment]
     if kind:
-        strike(kind, random.Random(seed), steps, Path(folder))
+        strike(kind, random.Random(seed), sort, steps, Path(folder))
     sys.modules["matplotlib"] = None  # type: ignore[assignment]  # no picture at the end: it takes longer than the run
     sys.argv = ["kitae", *arguments]
     signal.signal(signal.SIGINT, signal.default_int_handler)
     run()
+
+
+def _noting(start: Callable[..., Any], folder: Path) -> Callable[..., Any]:
+    async def start_and_note(*command: str, **options: Any) -> Any:
+        process = await start(*command, **options)
+        STARTED[process.pid] = words = " ".join(map(str, command))
+        with (folder / "started.txt").open("a") as file:
+            print(process.pid, _birth(process.pid), " ".join(words.split()), file=file)
+        return process
+
+    return start_and_note
 
 
 class Trial:
@@ -425,8 +372,8 @@ class Trial:
         else:
             raise AssertionError(self._say("does not finish"))
         self._check(self.plan.steps)
-        if self.plan.repeats:
-            self._compare()
+        if self.plan.repeats is not None:
+            self._compare(self.plan.repeats)
         if self.plan.extended:
             steps = self.plan.steps + self.plan.extended
             assert self._run(["resume", str(self.run), f"training.steps={steps}"], None, "") == 0, self._say("extend")
@@ -438,11 +385,12 @@ class Trial:
             arguments = ["resume", str(self.run), *self.plan.later]
         else:
             shutil.rmtree(self.run, ignore_errors=True)
-            arguments = ["train", str(RECIPE), f"run.dir={self.folder}", *self.plan.settings]
+            arguments = ["train", str(self.plan.recipe), f"run.dir={self.folder}", *self.plan.settings]
         return self._run(arguments, kind, f"{self.seed}/{attempt}")
 
     def _run(self, arguments: list[str], kind: str | None, seed: str) -> int:
-        process = context().Process(target=_child, args=(str(self.folder), arguments, kind, seed, self.plan.steps))
+        values = (str(self.folder), arguments, kind, seed, self.plan.sort, self.plan.steps)
+        process = context().Process(target=_child, args=values)
         process.start()
         process.join(LIMIT)
         if process.exitcode is None:
@@ -471,18 +419,15 @@ class Trial:
             journal.close()
 
     def _check(self, steps: int) -> None:
-        from test_async import check_ledger
-
         from kitae.evaluation.held_out import evaluation_due
 
-        config = toy_config(self.folder, *self.plan.settings, f"training.steps={steps}")
-        fates = check_ledger(self.run, config)
-        if not config.pipeline.refill:
-            assert fates["trained"] + fates["dropped"] == steps * PROMPTS, self._say(str(fates))
+        config: Any = self.plan.config(self.folder, steps)
+        if self.plan.sort != "offline":
+            self._check_ledger(config, steps)
         found = rows(self.run)
         assert [r["step"] for r in found if r["kind"] == "step"] == list(range(1, steps + 1)), self._say("steps")
         due = {step for step in range(steps + 1) if evaluation_due(config, step, steps)}
-        if self.plan.extended and config.eval.prompts:
+        if self.plan.extended and due:
             due.add(self.plan.steps)
         evaluations = [(r["step"], r["avg"] is not None) for r in found if r["kind"] == "eval"]
         judged = [step for step, some in evaluations if some]  # what nobody could judge is asked again by a resumed run
@@ -490,20 +435,46 @@ class Trial:
         assert judged == sorted(set(judged)), self._say("evaluations that were made again")
         left = [p.name for p in self.run.rglob("*partial*")]
         assert not left and (self.run / "model" / "config.json").exists(), self._say(f"left behind: {left}")
+        self._check_processes()
+
+    def _check_ledger(self, config: Any, steps: int) -> None:
+        from test_async import check_ledger
+
+        fates = check_ledger(self.run, config)
+        if not config.pipeline.refill:
+            assert fates["trained"] + fates["dropped"] == steps * PROMPTS, self._say(str(fates))
         if config.pipeline.max_staleness == 0:
-            gaps = [r["logp_gap_max"] for r in found if "logp_gap_max" in r]
+            gaps = [r["logp_gap_max"] for r in rows(self.run) if "logp_gap_max" in r]
             most = 0.5 if config.engine.rounding else 1e-3
             assert max(gaps, default=0.0) < most, self._say(f"the engine sampled from other weights: {gaps}")
 
-    def _compare(self) -> None:
-        """The same run without a fault has the same numbers."""
-        arguments = ["train", str(RECIPE), f"run.dir={self.folder / 'whole'}", *self.plan.settings]
+    def _check_processes(self) -> None:
+        """None is left, some seconds after the end of the run."""
+        deadline = time.monotonic() + 30
+        started = self.folder / "started.txt"
+        noted = [line.split(maxsplit=2) for line in started.read_text().splitlines()] if started.exists() else []
+        while left := [command for pid, birth, command in noted if _birth(int(pid)) == birth]:
+            assert time.monotonic() < deadline, self._say(f"processes are left: {left}")
+            time.sleep(0.1)
+
+    def _compare(self, within: float) -> None:
+        """The same run without a fault has the same numbers, and its weights if it learns from a file."""
+        arguments = ["train", str(self.plan.recipe), f"run.dir={self.folder / 'whole'}", *self.plan.settings]
         assert self._run(arguments, None, "") == 0, self._say("uninterrupted")
-        assert_same_metrics(self.run, self.folder / "whole" / "toy-001")
+        whole = self.folder / "whole" / "toy-001"
+        try:
+            assert_same_metrics(self.run, whole, within)
+        except AssertionError as error:
+            raise AssertionError(self._say(f"other numbers than uninterrupted: {error}")) from None
+        if self.plan.sort == "offline":
+            (ours, theirs) = (load_file(next((run / "model").glob("*.safetensors"))) for run in (self.run, whole))
+            assert ours.keys() == theirs.keys(), self._say("other weights than uninterrupted")
+            for name, weight in ours.items():
+                assert torch.allclose(weight, theirs[name], atol=1e-6), self._say(f"other weights: {name}")
 
     def _say(self, problem: str) -> str:
         output = (self.folder / "output.txt").read_text()[-3000:]
-        return f"trial {self.seed} ({self.kind}): {problem}\n{' '.join(self.plan.settings)}\n{output}"
+        return f"trial {self.seed} ({self.plan.sort}, {self.kind}): {problem}\n{' '.join(self.plan.settings)}\n{output}"
 
 
 LIMIT = 240.0  # seconds for one process of a run
@@ -521,29 +492,32 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=float("inf"), help="start no trial after so long")
     parser.add_argument("--folder", type=Path)
     arguments = parser.parse_args()
-    found: dict[str, Counter[str]] = {kind: Counter() for kind in KINDS}
+    found: dict[str, Counter[str]] = {name: Counter() for name in (*KINDS, *SORTS)}
     ends = time.monotonic() + arguments.seconds
 
     def one(seed: int) -> None:
         if time.monotonic() > ends:
             return
         folder = Path(tempfile.mkdtemp(prefix=f"trial-{seed}-", dir=arguments.folder))
-        kind = KINDS[seed % len(KINDS)]
+        kind, sort = KINDS[seed % len(KINDS)], "plain"
         try:
-            ended = Trial(seed, folder)()
+            trial = Trial(seed, folder)
+            sort = trial.plan.sort
+            ended = trial()
             shutil.rmtree(folder)
         except Exception:  # whatever it is, the other trials go on
             ended = "FAILED"
             print(f"{folder}:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
         found[kind][ended] += 1
+        found[sort][ended] += 1
 
     with ThreadPoolExecutor(arguments.jobs) as pool:
         list(pool.map(one, range(arguments.first, arguments.first + arguments.trials)))
     for kind, endings in found.items():
         print(f"{kind:20} {', '.join(f'{count} × {how}' for how, count in endings.most_common())}")
-    done = sum(endings.total() for endings in found.values())
-    failed = sum(endings["FAILED"] for endings in found.values())
-    print(f"{done} trials, {failed} with something lost, trained twice, stuck or different")
+    done = sum(found[kind].total() for kind in KINDS)
+    failed = sum(found[kind]["FAILED"] for kind in KINDS)
+    print(f"{done} trials from seed {arguments.first}, {failed} with something lost, trained twice, stuck or different")
     sys.exit(failed > 0)
 
 

@@ -16,6 +16,7 @@ RECIPE = HERE / "toy.toml"
 VERIFIER = f"verifier.name={HERE / 'toy.py'}:digits"
 
 EXACT = ("reward", "length", "rollouts", "groups", "groups_dropped", "errors", "truncated")
+LOST = {"engines", "engine_restarts", "teacher_restarts"}  # numbers that are there after somebody was lost
 CLOSE = ("loss", "entropy", "grad_norm", "lr", "ratio", "value_loss", "kl_k1", "kl_coef", "entropy_coef")
 
 
@@ -51,7 +52,7 @@ def rows(folder: Path) -> list[dict[str, Any]]:
     return Metrics(folder / "metrics.jsonl").rows()
 
 
-def assert_same_metrics(left: Path, right: Path) -> None:
+def assert_same_metrics(left: Path, right: Path, within: float = 1e-5) -> None:
     a, b = rows(left), rows(right)
     assert [(r["kind"], r["step"]) for r in a] == [(r["kind"], r["step"]) for r in b]
     for x, y in zip(a, b, strict=True):
@@ -60,10 +61,10 @@ def assert_same_metrics(left: Path, right: Path) -> None:
             assert x == y, where
             continue
         for key in EXACT:
-            assert x[key] == y[key], (where, key)
-        assert x.keys() == y.keys(), where
+            assert x.get(key) == y.get(key), (where, key)
+        assert not (x.keys() ^ y.keys()) - LOST, (where, x.keys() ^ y.keys())
         for key in x.keys() & set(CLOSE):
-            assert abs(x[key] - y[key]) <= 1e-5 * max(1.0, abs(y[key])), (where, key, x[key], y[key])
+            assert abs(x[key] - y[key]) <= within * max(1.0, abs(y[key])), (where, key, x[key], y[key])
 
 
 def assert_ledger_balances(store_folder: Path, config: RLConfig) -> None:
