@@ -135,8 +135,9 @@ class RayPlaces:
 
     def _release(self, group: Any) -> None:
         self._groups.discard(group)
-        with suppress(Exception):  # it is gone with the cluster
-            self._ray.util.remove_placement_group(group)
+        if self._ray.is_initialized():  # else Ray might start a cluster to ask
+            with suppress(Exception):  # it is gone with the cluster
+                self._ray.util.remove_placement_group(group)
 
 
 def _supply(resources: Mapping[str, float]) -> Demand:

@@ -134,8 +134,10 @@ class RayCluster:
         self._places.give_back(place)
 
     def _dismiss(self, keeper: Any) -> None:
-        with suppress(Exception):  # it is gone with its node or the cluster
-            self._ray.kill(keeper)
+        """After the connection was closed there is nobody to ask, and Ray might start a cluster to do so."""
+        if self._ray.is_initialized():
+            with suppress(Exception):  # it is gone with its node or the cluster
+                self._ray.kill(keeper)
 
     async def close(self) -> None:
         self._closed = True

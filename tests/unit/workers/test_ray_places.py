@@ -57,6 +57,25 @@ def test_labels_and_spreading(nodes: Any) -> None:
     assert len(set(asyncio.run(labelled()))) == 1
 
 
+def test_who_gives_up_a_start_after_the_end_starts_no_cluster(nodes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where somebody has imported Ray with its habits, it starts one for whoever asks it anything."""
+    from ray._private import auto_init_hook
+
+    monkeypatch.setattr(auto_init_hook, "enable_auto_connect", True)
+
+    async def body() -> None:
+        async with opened(ray_config(nodes, 1, cpus=0.1)) as cluster:
+            starting = asyncio.create_task(cluster.start(spec()))
+            await asyncio.sleep(0.1)
+        starting.cancel()
+        await asyncio.gather(starting, return_exceptions=True)
+        import ray
+
+        assert not ray.is_initialized()
+
+    asyncio.run(body())
+
+
 @pytest.mark.thorough
 def test_one_more_than_was_foreseen(nodes: Any) -> None:
     """It finds a place of its own, which is given back with it."""
