@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 NAME = "kitae"
@@ -19,9 +20,9 @@ class AttentionContext(Protocol):
     """Attention over one packed row of T tokens.
 
     q `[Hq, T, D]`, k and v `[Hkv, T, D]`, rotary already applied; the last dimension is contiguous, the others may be
-    strided. Returns `[T, Hq, D]`. `window`: a token sees itself and window - 1 tokens before it. `sinks` `[Hq]`: an
-    extra logit per head that takes part in the softmax only. Must be free of side effects when gradients are on
-    (activation checkpointing calls it twice).
+    strided. Where keys and values differ in size, the shorter ones end in zeros. Returns `[T, Hq, D]`. `window`: a
+    token sees itself and window - 1 tokens before it. `sinks` `[Hq]`: an extra logit per head that takes part in the
+    softmax only. Must be free of side effects when gradients are on (activation checkpointing calls it twice).
     """
 
     def attend(
@@ -50,16 +51,36 @@ def _forward(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     kitae: AttentionContext | None = None,
+    position_ids: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
+    kitae = getattr(position_ids, CARRIED, None) if kitae is None else kitae
     assert kitae is not None, "a model with attention 'kitae' must be called with kitae=<context>"
     assert attention_mask is None, "the context decides what attends to what; no mask may be passed"
     assert query.shape[0] == 1, f"expected one packed row, got {query.shape[0]}"
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     layer = int(module.layer_idx)  # type: ignore[arg-type]
+    window = getattr(module, WINDOW, None) if sliding_window is None else sliding_window
     q, k, v = (t.squeeze(0) for t in (query, key, value))
-    out = kitae.attend(layer, q, k, v, scale=scale, window=sliding_window, softcap=softcap, sinks=s_aux)
-    return out.unsqueeze(0), None
+    size = max(k.shape[2], v.shape[2])
+    q, k, padded = (t if t.shape[2] == size else pad(t, (0, size - t.shape[2])) for t in (q, k, v))
+    out = kitae.attend(layer, q, k, padded, scale=scale, window=window, softcap=softcap, sinks=s_aux)
+    return out[..., : v.shape[2]].contiguous().unsqueeze(0), None
+
+
+CARRIED = "kitae"
+"""The attribute of position ids that is the context, for layers that hand on positions, but no other keyword."""
+
+
+def keywords(context: AttentionContext, tokens_T: Tensor, positions_T: Tensor) -> dict[str, Any]:
+    """How a model, or its decoder, is called on a packed row."""
+    position_ids = positions_T.unsqueeze(0)
+    setattr(position_ids, CARRIED, context)
+    return {"input_ids": tokens_T.unsqueeze(0), "position_ids": position_ids, "use_cache": False, "kitae": context}
+
+
+WINDOW = "kitae_window"
+"""The attribute of an attention module whose window is known from its mask alone (`kitae.models.masks`)."""
 
 
 def register() -> None:
@@ -107,14 +128,13 @@ def causal_mask(query_positions: Tensor, key_positions: Tensor, window: int | No
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionCall:
-    """`AttentionCall(layer=0, keys=(2, 64), values=(2, 64), scale=0.125, window=None, softcap=None, sinks=None)`.
+    """`AttentionCall(layer=0, size=(2, 64), scale=0.125, window=None, softcap=None, sinks=None)`.
 
-    A layer's call of attention. keys, values: heads and size.
+    A layer's call of attention. size: heads of keys and values, and numbers of each.
     """
 
     layer: int
-    keys: tuple[int, int]
-    values: tuple[int, int]
+    size: tuple[int, int]
     scale: float
     window: int | None
     softcap: float | None
@@ -132,7 +152,6 @@ class SelfAttention:
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, softcap: float | None,
         sinks: Tensor | None,
     ) -> Tensor:  # fmt: skip
-        keys, values = (k.shape[0], k.shape[2]), (v.shape[0], v.shape[2])
-        self.calls.append(AttentionCall(layer, keys, values, scale, window, softcap, sinks))
+        self.calls.append(AttentionCall(layer, (k.shape[0], k.shape[2]), scale, window, softcap, sinks))
         mask = causal_mask(self.positions, self.positions, window)
         return masked_attention(q, k, v, mask, scale=scale, softcap=softcap, sinks=sinks)

@@ -7,6 +7,7 @@ from transformers import AutoConfig
 
 from kitae.models.config import ModelConfig
 from kitae.models.load import find_model, load_tokenizer
+from kitae.models.parts import context_of
 from kitae.models.policy import Policy
 from kitae.models.quiet import reading
 
@@ -33,4 +34,4 @@ class ModelFacts:
         assert folder is not None
         with reading(repr(config.path), folder):
             text = AutoConfig.from_pretrained(folder, trust_remote_code=config.trust_remote_code).get_text_config()
-        return cls(tokenizer, generation, int(text.max_position_embeddings), int(text.vocab_size))
+        return cls(tokenizer, generation, context_of(text), int(text.vocab_size))

@@ -145,6 +145,9 @@ def _fuse_attention(module: Any, kernels: ModuleKernels) -> bool:
         past_key_values: None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
+        if not _turns_whole_heads(self, position_embeddings):
+            given = {"position_embeddings": position_embeddings, "attention_mask": attention_mask, **kwargs}
+            return type(self).forward(self, hidden_states, **given)  # type: ignore[no-any-return]
         assert attention_mask is None and past_key_values is None and hidden_states.shape[0] == 1
         x = hidden_states.squeeze(0)
         projected = _project(x, (self.q_proj, self.k_proj, self.v_proj), kernels.layers)
@@ -204,7 +207,8 @@ def _fuse_layer(module: Any, kernels: ModuleKernels) -> bool:
     def forward(self: Any, hidden_states: Tensor, **given: Any) -> Any:
         attn, mlp = self.self_attn, self.mlp
         of_attention = attn.q_proj, attn.k_proj, attn.v_proj, attn.o_proj
-        if not are_plain(*of_attention, mlp.gate_proj, mlp.up_proj, mlp.down_proj):
+        known = are_plain(*of_attention, mlp.gate_proj, mlp.up_proj, mlp.down_proj)
+        if not known or not _turns_whole_heads(attn, given.get("position_embeddings")):
             return type(self).forward(self, hidden_states, **given)
         if _recomputes_itself(self):
             return self._gradient_checkpointing_func(functools.partial(compute, self, **given), hidden_states)
@@ -248,6 +252,11 @@ def _fuse_layer(module: Any, kernels: ModuleKernels) -> bool:
     if (norms := _head_norms(attn)) is not None:
         lay_together([norms.queries, norms.keys])
     return True
+
+
+def _turns_whole_heads(attn: Any, angles: tuple[Tensor, Tensor] | None) -> bool:
+    """Whether rotary turns all numbers of a head; the probe's angles do, and those of the model may be fewer."""
+    return angles is not None and angles[0].shape[-1] == attn.head_dim
 
 
 def _head_norms(attn: Any) -> HeadNorms | None:
@@ -310,17 +319,19 @@ def _swap_if_equal_attention(module: Any, function: Any, weight: Tensor, head_di
         """Both tokens see both."""
 
         def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, **settings: Any) -> Tensor:
-            seen.update(settings, layer=layer)
+            calls.append({**settings, "layer": layer})
             return masked_attention(q, k, v, None, scale=settings["scale"], softcap=None, sinks=None)
 
+    calls: list[dict[str, Any]] = []
+    results = []
     with torch.inference_mode():
         try:
-            results = [
-                run(probe, position_embeddings=turn, attention_mask=None, kitae=Recorder()) for run in (module, fused)
-            ]
-        except (*_NOT_ALIKE, AttributeError):
+            for run in (module, fused):
+                results.append(run(probe, position_embeddings=turn, attention_mask=None, kitae=Recorder()))
+                seen.update(calls[0])  # those of the module: the fused one repeats them
+        except (*_NOT_ALIKE, AttributeError, IndexError):
             return False
-    if seen.get("sinks") is not None:
+    if len(calls) != 2 or calls[0]["sinks"] is not None:
         return False
     expected, got = ((r[0] if isinstance(r, tuple) else r).float() for r in results)
     if (got - expected).norm() > (1e-4 if weight.dtype == torch.float32 else 2e-2) * expected.norm():

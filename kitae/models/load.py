@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+from types import MethodType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kitae.errors import ModelError
@@ -364,14 +365,17 @@ def forked(device: str, load: Callable[[], T]) -> Callable[[], T]:
 
 def prepared(model: Any, config: ModelConfig, device: "torch.device") -> Any:
     """The loaded modules on their device, without dropout, through compiled kernels if asked for."""
-    from kitae.models.agreement import check_attention
+    from kitae.models.agreement import check_attention, own_states
     from kitae.models.fuse import fuse
+    from kitae.models.masks import find_windows
 
     model = model.to(device).eval()
+    own = own_states(model)
     _disable_dropout(model)
-    check_attention(model, config.path)
-    if not config.plain and not config.exact:
-        fuse(model, device, model.dtype)
+    known = find_windows(model, config.path)
+    check_attention(model, config.path, own, windows_known=known)
+    if not config.plain and not config.exact and fuse(model, device, model.dtype):
+        check_attention(model, config.path, own, windows_known=known)
     return model
 
 
@@ -379,8 +383,14 @@ def _disable_dropout(model: Any) -> None:
     """Disable dropout, layer dropping and router noise, which sampling lacks, so that log-probs agree."""
     for module in model.modules():
         for name, value in list(vars(module).items()):
-            if isinstance(value, float) and (name == "p" or "drop" in name or "jitter" in name):
+            if isinstance(value, float) and (name == "p" or "drop" in name):
                 setattr(module, name, 0.0)
+            elif "jitter" in name:  # routers read it without training too (Phi-3.5-MoE), and draw only in training
+                module.train = MethodType(_never_training, module)
+
+
+def _never_training(self: Any, mode: bool = True) -> Any:
+    return self
 
 
 def export_policy(policy: "Policy", folder: Path) -> None:

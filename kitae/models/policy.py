@@ -9,8 +9,9 @@ from torch.distributed import ProcessGroup
 
 from kitae.errors import ModelError
 from kitae.models.agreement import gap
-from kitae.models.attention_seam import AttentionContext, SelfAttention
+from kitae.models.attention_seam import AttentionCall, AttentionContext, SelfAttention, keywords
 from kitae.models.logprobs import Head, HeadTransform, token_logprobs
+from kitae.models.parts import context_of, decoder_of, setting
 
 
 class Policy(torch.nn.Module):
@@ -39,13 +40,13 @@ class Policy(torch.nn.Module):
         self._place: torch.device | None = None
         base = model.get_base_model() if hasattr(model, "peft_config") else model
         # These are not submodules, so that each parameter has one name.
-        self.__dict__.update(base=base, decoder=base.get_decoder(), head=base.get_output_embeddings())
+        self.__dict__.update(base=base, decoder=decoder_of(base), head=base.get_output_embeddings())
         config = base.config.get_text_config()
         self.layers = int(config.num_hidden_layers)
-        self.heads = int(config.num_attention_heads)
-        self.kv_heads = int(getattr(config, "num_key_value_heads", None) or self.heads)
-        self.head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // self.heads)
-        self.max_context = int(config.max_position_embeddings)
+        self.heads = int(setting(config, "num_attention_heads"))
+        self.kv_heads = int(setting(config, "num_key_value_heads") or self.heads)
+        self.head_dim = int(setting(config, "head_dim") or config.hidden_size // self.heads)
+        self.max_context = context_of(config)
         scale = 1.0
         if getattr(config, "logits_scaling", None):  # Granite divides
             scale = 1.0 / float(config.logits_scaling)
@@ -81,9 +82,7 @@ class Policy(torch.nn.Module):
 
     def hidden(self, tokens_T: Tensor, positions_T: Tensor, context: AttentionContext) -> Tensor:
         """Last hidden states `[T, H]` of one packed row."""
-        out = self.decoder(
-            input_ids=tokens_T.unsqueeze(0), position_ids=positions_T.unsqueeze(0), use_cache=False, kitae=context
-        )
+        out = self.decoder(**keywords(context, tokens_T, positions_T))
         return out.last_hidden_state.squeeze(0)  # type: ignore[no-any-return]
 
     def forward(
@@ -126,7 +125,9 @@ class Policy(torch.nn.Module):
         """Raise if anything but attention carries information from token to token, as that would leak between the
         sequences of a row, and the engine would lose it. Raise too if a layer uses the order of tokens instead of their
         positions."""
-        if missing := sorted(set(range(self.layers)) - self.attended().keys()):
+        calls = self.attended()
+        missing = sorted(set(range(self.layers)) - {call.layer for call in calls})
+        if missing and len(calls) < self.layers:
             raise ModelError(
                 f"{self.source}: every layer of {type(self.base).__name__} must attend, got {len(missing)} of "
                 f"{self.layers} that carry a state of their own, the first of them layer {missing[0]}"
@@ -160,13 +161,13 @@ class Policy(torch.nn.Module):
                 f"got states of a row in reverse that differ by {found:.2g} of their size"
             )
 
-    def attended(self) -> dict[int, tuple[tuple[int, int], tuple[int, int]]]:
-        """For each layer that attends, heads and size of its keys and of its values: `{0: ((2, 64), (2, 64)), …}`."""
+    def attended(self) -> list[AttentionCall]:
+        """The calls of attention of a pass, in their order: usually one for each layer that attends."""
         positions = torch.arange(2, device=self.device)
         context = SelfAttention(positions)
         with torch.no_grad():
             self.hidden(torch.zeros_like(positions), positions, context)
-        return {call.layer: (call.keys, call.values) for call in context.calls}
+        return context.calls
 
     def check_head(self) -> None:
         """Raise if the model class processes its logits in a way that `transform` does not cover."""
@@ -175,11 +176,7 @@ class Policy(torch.nn.Module):
         context = SelfAttention(positions)
         with torch.inference_mode():
             ours = self.logits(self.hidden(tokens, positions, context)).float()
-            theirs = (
-                self.base(input_ids=tokens[None], position_ids=positions[None], use_cache=False, kitae=context)
-                .logits[0]
-                .float()
-            )
+            theirs = self.base(**keywords(context, tokens, positions)).logits[0].float()
         gap = (ours - theirs).abs().max().item()
         if not gap <= 1e-2 * max(1.0, theirs.abs().max().item()):
             raise ModelError(

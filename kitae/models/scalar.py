@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kitae.models.attention_seam import AttentionContext
+from kitae.models.parts import decoder_of
 from kitae.models.policy import Policy
 
 
@@ -22,7 +23,7 @@ class ScalarModel(torch.nn.Module):
     def __init__(self, policy: Policy, *, bias: bool = True) -> None:
         super().__init__()
         self.__dict__["policy"] = policy  # only its decoder is a submodule
-        self.decoder: torch.nn.Module = policy.base.get_decoder()
+        self.decoder: torch.nn.Module = decoder_of(policy.base)
         width = policy.head.weight.shape[1]
         self.head = torch.nn.Linear(width, 1, bias=bias, device=policy.device, dtype=torch.float32)
         for parameter in self.head.parameters():

@@ -29,7 +29,7 @@ def make_tiny(
     import torch
     from transformers import AutoModelForCausalLM
 
-    tokenizer = _tokenizer()
+    tokenizer = make_tokenizer()
     config = _config(architecture, len(tokenizer), hidden, layers, context, tokenizer.eos_token_id)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -42,7 +42,7 @@ def make_tiny(
     return folder
 
 
-def _tokenizer() -> Any:
+def make_tokenizer() -> Any:
     from tokenizers import Tokenizer, decoders, pre_tokenizers
     from tokenizers.models import BPE
     from transformers import PreTrainedTokenizerFast

@@ -38,7 +38,7 @@ class FusedDecoder:
     @classmethod
     def of(cls, policy: Policy, cache: KVCache) -> Self | None:
         """The decoder of a policy, if its layers are of a known kind and both agree on a probe."""
-        if not is_known(policy) or not cls.covers(policy):
+        if not cache.is_even or not is_known(policy) or not cls.covers(policy):
             return None
         with torch.inference_mode():
             tokens = torch.arange(_PROBE, device=policy.device) * 7919 % policy.vocabulary

@@ -438,7 +438,7 @@ class _PagedAttention:
         slots: Tensor,
         stored: bool,
     ) -> None:
-        self.cache = cache
+        self.calls = cache.calls()
         self.table = table
         self.lengths = lengths
         self.groups = groups
@@ -450,7 +450,7 @@ class _PagedAttention:
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, softcap: float | None,
         sinks: Tensor | None,
     ) -> Tensor:  # fmt: skip
-        keys, values = self.cache.keys[layer], self.cache.values[layer]
+        keys, values = next(self.calls)
         if not self.stored:
             keys.write(self.page, self.slot, k.transpose(0, 1))
             values.write(self.page, self.slot, v.transpose(0, 1))

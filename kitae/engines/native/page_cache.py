@@ -1,13 +1,14 @@
 """The key-value cache: a fixed budget of pages, counted references, and the tensors behind them."""
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from kitae.engines.native.sequence import SwappedPages
-from kitae.errors import EngineError, ModelError
+from kitae.errors import EngineError
 from kitae.models.policy import Policy
 from kitae.models.routing import RouterShape
 from kitae.types import ExpertArray
@@ -83,7 +84,7 @@ class Pages:
 
 
 class KVCache:
-    """Keys and values of all layers, in pages.
+    """Keys and values of all calls of attention in a pass of the model, in pages; each call has heads of its own size.
 
     The pool never hands out the page after the last: rows of a batch that hold no sequence write there. Of a mixture
     whose choices are recorded, a page has the experts of its tokens as well, `[pages + 1, page_size, L, K]`: they are
@@ -99,10 +100,12 @@ class KVCache:
         *,
         eight_bits: bool = False,
     ) -> None:
-        self._check(policy)
-        self.like = torch.empty(0, policy.head_dim, dtype=policy.dtype, device=policy.device)
-        heads = 2 * policy.layers * policy.kv_heads * page_size
-        page_bytes = heads * (policy.head_dim + 4 if eight_bits else policy.head_dim * self.like.element_size())
+        self.sizes = [call.size for call in policy.attended()]
+        self.like = torch.empty(0, min(dim for _, dim in self.sizes), dtype=policy.dtype, device=policy.device)
+        of_number = 1 if eight_bits else self.like.element_size()
+        page_bytes = sum(
+            2 * heads * page_size * (dim * of_number + (4 if eight_bits else 0)) for heads, dim in self.sizes
+        )
         page_bytes += page_size * routers.bytes if routers else 0
         self.page_bytes = page_bytes
         self.pages = int(memory_gb * 2**30 // page_bytes)
@@ -112,51 +115,57 @@ class KVCache:
             )
         self.page_size = page_size
         self.eight_bits = eight_bits
-        self._shape = (2, policy.layers, self.pages + 1, policy.kv_heads, page_size, policy.head_dim)
         self._routers = routers
         self.experts: Tensor | None = None
         self.allocate()
 
-    @staticmethod
-    def _check(policy: Policy) -> None:
-        own = policy.kv_heads, policy.head_dim
-        for layer, (keys, values) in policy.attended().items():
-            if keys != own or values != own:
-                raise ModelError(
-                    f"the engine keeps keys and values of {own[0]} heads of {own[1]} numbers in every layer, got "
-                    f"{policy.source} with keys of {keys[0]} × {keys[1]} and values of {values[0]} × {values[1]} in "
-                    f"layer {layer}"
-                )
+    @property
+    def is_even(self) -> bool:
+        """Whether all layers have as many heads of the same size."""
+        return len(set(self.sizes)) == 1
 
     def allocate(self) -> None:
-        self._numbers = self.like.new_empty(self._shape, dtype=torch.int8 if self.eight_bits else None)
-        self._scales = self.like.new_empty(self._shape[:-1], dtype=torch.float32) if self.eight_bits else None
-        self.keys, self.values = ([self._pages(side, layer) for layer in range(self._shape[1])] for side in (0, 1))
+        self.keys: list[Pages] = []
+        self.values: list[Pages] = []
+        self._by_page: list[tuple[Tensor, int]] = []  # all that pages hold, and the dimension along which they lie
+        made = {size: iter(self._pages(size, 2 * count)) for size, count in Counter(self.sizes).items()}
+        for size in self.sizes:
+            self.keys.append(next(made[size]))
+            self.values.append(next(made[size]))
         if (r := self._routers) is not None:
             self.experts = self.like.new_empty((self.pages + 1, self.page_size, r.layers, r.top_k), dtype=r.dtype)
+            self._by_page.append((self.experts, 0))
 
-    def _pages(self, side: int, layer: int) -> Pages:
-        scales = None if self._scales is None else self._scales[side, layer]
-        return Pages(self._numbers[side, layer], scales, self.like.dtype)
+    def _pages(self, size: tuple[int, int], count: int) -> list[Pages]:
+        """So many of heads of one size, in one piece of memory."""
+        heads, dim = size
+        shape = count, self.pages + 1, heads, self.page_size
+        numbers = self.like.new_empty((*shape, dim), dtype=torch.int8 if self.eight_bits else None)
+        scales = self.like.new_empty(shape, dtype=torch.float32) if self.eight_bits else None
+        self._by_page += [(tensor, 1) for tensor in (numbers, scales) if tensor is not None]
+        return [Pages(numbers[i], None if scales is None else scales[i], self.like.dtype) for i in range(count)]
+
+    def calls(self) -> Iterator[tuple[Pages, Pages]]:
+        """Where each call of attention in a pass of the model keeps its keys and values, in the order of the calls."""
+        return zip(self.keys, self.values, strict=True)
 
     def free(self) -> None:
         """Free the memory. Its contents are lost, and runners that have used it must be made again."""
-        self._numbers, self._scales = self.like.new_empty((2, 0)), None
-        self.keys, self.values, self.experts = [], [], None
+        self.keys, self.values, self.experts, self._by_page = [], [], None, []
 
     def copy_pages(self, source: list[int], target: list[int]) -> None:
         """Copy whole pages in every layer: how a sample gets its own half-filled last page of a shared prompt."""
         if not source:
             return
         there, here = (torch.tensor(pages, device=self.like.device) for pages in (target, source))
-        for tensor, dim in self._by_page():
+        for tensor, dim in self._by_page:
             tensor.index_copy_(dim, there, tensor.index_select(dim, here))
 
     def swap_out(self, pages: list[int]) -> SwappedPages:
         """Copy pages to the memory of the host. They may be reused at once, since the device works in order."""
         here = torch.tensor(pages, device=self.like.device)
         found = []
-        for tensor, dim in self._by_page():
+        for tensor, dim in self._by_page:
             picked = tensor.index_select(dim, here)
             host = torch.empty(picked.shape, dtype=picked.dtype, pin_memory=picked.is_cuda)
             found.append(host.copy_(picked, non_blocking=True))
@@ -164,14 +173,8 @@ class KVCache:
 
     def swap_in(self, swapped: SwappedPages, pages: list[int]) -> None:
         there = torch.tensor(pages, device=self.like.device)
-        for (tensor, dim), host in zip(self._by_page(), swapped.tensors, strict=True):
+        for (tensor, dim), host in zip(self._by_page, swapped.tensors, strict=True):
             tensor.index_copy_(dim, there, host.to(tensor.device, non_blocking=True))
-
-    def _by_page(self) -> list[tuple[Tensor, int]]:
-        """All tensors that hold something of a page, each with the dimension along which pages lie."""
-        found = [(self._numbers, 2)]
-        found += [] if self._scales is None else [(self._scales, 2)]
-        return found + ([] if self.experts is None else [(self.experts, 0)])
 
     def experts_of(self, pages: list[int], start: int, stop: int) -> ExpertArray | None:
         """The experts of positions [start, stop) of a sequence with these pages; None if they are not recorded."""

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kitae.engines.native.page_cache import KVCache, Pages
-from kitae.kernels.base import AttendSpans, DecodingKernels, SpanTable
+from kitae.kernels.base import DecodingKernels, SpanKernels, SpanTable
 from kitae.kernels.cuda import flash
 from kitae.kernels.devices import training_kernels
 from kitae.kernels.exact.exact_attention import Reach, attend
@@ -32,7 +32,7 @@ class PrefillAttention:
     """
 
     def __init__(self, cache: KVCache, stretches: list[Stretch], page_of_T: Tensor, slot_of_T: Tensor) -> None:
-        self.cache = cache
+        self.cache, self.calls = cache, cache.calls()
         self.stretches = stretches
         self.page_of_T = page_of_T
         self.slot_of_T = slot_of_T
@@ -40,32 +40,31 @@ class PrefillAttention:
         self.flash = _FlashLayout.of(cache, stretches) if flash.available(cache.like) else None
 
     @functools.cached_property
-    def spans(self) -> tuple[AttendSpans, SpanTable] | None:
+    def spans(self) -> tuple[SpanKernels, SpanTable] | None:
         """Kernels of training that could do it, and how they see the row."""
         kernels = training_kernels(self.cache.like.device, self.cache.like.dtype) if self.flash is not None else None
         found = None if kernels is None else kernels.spans
-        covered = found is not None and found.capped and self.cache.like.shape[-1] in found.sizes
-        if found is None or not covered or any(s.start for s in self.stretches):
+        if found is None or not found.capped or any(s.start for s in self.stretches):
             return None
-        return found.forward, SpanTable(torch.tensor([(s.row, s.length, s.row, 0) for s in self.stretches]))
+        return found, SpanTable(torch.tensor([(s.row, s.length, s.row, 0) for s in self.stretches]))
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, softcap: float | None,
         sinks: Tensor | None,
     ) -> Tensor:  # fmt: skip
-        keys, values = self.cache.keys[layer], self.cache.values[layer]
+        keys, values = next(self.calls)
         if not self.stored:
             keys.write(self.page_of_T, self.slot_of_T, k.transpose(0, 1))
             values.write(self.page_of_T, self.slot_of_T, v.transpose(0, 1))
         if self.cache.eight_bits:  # see what later steps will see: answers do not depend on who was preempted
             k, v = (pages.at(self.page_of_T, self.slot_of_T).transpose(0, 1) for pages in (keys, values))
         plain = softcap is None and sinks is None
-        if self.flash is not None and plain:
+        if self.flash is not None and plain and flash.available(q):
             return self.flash.attend(q, k, v, keys, values, scale, window)
-        if not plain and self.spans is not None:
-            attend_spans, table = self.spans
+        if not plain and self.spans is not None and q.shape[-1] in self.spans[0].sizes:
+            kernels, table = self.spans
             q, k, v = q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
-            return attend_spans(q, k, v, table, scale=scale, window=window, softcap=softcap, sinks=sinks)[0]
+            return kernels.forward(q, k, v, table, scale=scale, window=window, softcap=softcap, sinks=sinks)[0]
         out = torch.empty(q.shape[1], q.shape[0], q.shape[2], dtype=q.dtype, device=q.device)
         for stretch in self.stretches:
             rows = slice(stretch.row, stretch.row + stretch.length)
@@ -91,7 +90,7 @@ class ExactAttention:
     """
 
     def __init__(self, cache: KVCache, reach: Reach, page_of_T: Tensor, slot_of_T: Tensor) -> None:
-        self.cache = cache
+        self.calls = cache.calls()
         self.reach = reach
         self.page_of_T = page_of_T
         self.slot_of_T = slot_of_T
@@ -100,7 +99,7 @@ class ExactAttention:
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, softcap: float | None,
         sinks: Tensor | None,
     ) -> Tensor:  # fmt: skip
-        keys, values = self.cache.keys[layer], self.cache.values[layer]
+        keys, values = next(self.calls)
         keys.write(self.page_of_T, self.slot_of_T, k.transpose(0, 1))
         values.write(self.page_of_T, self.slot_of_T, v.transpose(0, 1))
         return attend(
@@ -141,7 +140,7 @@ class DecodeAttention:
     """One new token for each of B sequences; `lengths` counts it."""
 
     def __init__(self, cache: KVCache, table: Tensor, lengths: Tensor, kernels: DecodingKernels | None) -> None:
-        self.cache = cache
+        self.cache, self.calls = cache, cache.calls()
         self.table = table
         self.lengths = lengths
         self.kernels = kernels
@@ -155,7 +154,7 @@ class DecodeAttention:
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, softcap: float | None,
         sinks: Tensor | None,
     ) -> Tensor:  # fmt: skip
-        keys, values = self.cache.keys[layer], self.cache.values[layer]
+        keys, values = next(self.calls)
         if self.kernels is not None:
             return self.kernels.attend(
                 q, k, v, keys.numbers, values.numbers, self.table, self.lengths,

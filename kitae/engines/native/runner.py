@@ -50,7 +50,9 @@ class ModelRunner:
         self.directions = directions(policy.head.weight.shape[1], policy.device) if proves else None
         self.draft_tokens = 0 if any(map(is_router, policy.model.modules())) else draft_tokens
         self._weight_bytes = sum(p.numel() * p.element_size() for p in policy.model.parameters())
-        self.kernels = None if plain else decoding_kernels(policy.device, policy.dtype, policy.head_dim)
+        self.kernels = None
+        if not plain and cache.is_even:
+            self.kernels = decoding_kernels(policy.device, policy.dtype, cache.sizes[0][1])
         self.adapters = RowAdapters(policy.device)
         self._routers = [] if cache.experts is None else routers_of(policy.model)
 

@@ -1,9 +1,12 @@
 """The pages of the cache; in 8 bits: half the memory, numbers off by half a unit at most, and all else as before."""
 
 import asyncio
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from benchmark_scripts import load_script
 from test_native_engine import TinyPolicy, generate, pages_gb, prompts, with_engine
 
 from kitae.config.recipe import parse_config
@@ -11,8 +14,12 @@ from kitae.engines.base import Request, SamplingParams
 from kitae.engines.config import EngineConfig
 from kitae.engines.native.engine import NativeEngine
 from kitae.engines.native.page_cache import KVCache, Pages
-from kitae.errors import ConfigError, EngineError, ModelError
+from kitae.errors import ConfigError, EngineError
+from kitae.models.config import ModelConfig
+from kitae.models.load import load_policy
 from kitae.models.routing import RouterShape
+
+make_small = load_script("small_models").make_small
 
 
 def made(*, heads: int = 2, size: int = 4, dim: int = 8) -> Pages:
@@ -42,12 +49,26 @@ def test_twice_the_pages_for_the_same_memory(tiny_policy: TinyPolicy) -> None:
     assert many / few == pytest.approx(dim * wide / (dim + 4), rel=0.01)
 
 
-def test_keys_of_another_size_than_the_cache_has_are_refused(tiny_policy: TinyPolicy) -> None:
-    """As those of DeepSeek-V3, whose config says the size of the part that is rotated."""
-    policy = tiny_policy("llama")
-    policy.head_dim = 8
-    with pytest.raises(ModelError, match=r"of 2 heads of 8 numbers in every layer, got .* with keys of 2 × 16 and val"):
-        KVCache(policy, 0.01, 16)
+def test_layers_differ_in_heads_and_their_size(tmp_path: Path) -> None:
+    """MiMo-V2-Flash has twice the heads in layers with windows, Gemma 4 wider ones in the others. Sequences that a full
+    cache pushes out come back with all of them."""
+    for family, sizes in (("mimo_v2_flash", [(2, 16), (4, 16), (2, 16)]), ("gemma4_text", [(2, 16), (2, 32)] * 2)):
+        make_small(family, tmp_path / family)
+        policy = load_policy(ModelConfig(path=str(tmp_path / family), dtype="float32", device="cpu"))
+        cache = KVCache(policy, 0.01, 16)
+        assert cache.sizes == sizes and not cache.is_even
+        assert [pages.numbers.shape[1::2] for pages in cache.values] == [torch.Size(size) for size in sizes]
+        assert cache.page_bytes == 4 * 16 * 2 * sum(heads * dim for heads, dim in sizes)
+        requests = [Request(f"{i}", p, SamplingParams(max_tokens=40), i) for i, p in enumerate(prompts(4))]
+        together = {done.id: done.tokens for done in generate(policy, requests)}
+        room = 16.01 * cache.page_bytes / 2**30
+
+        async def crowded(engine: NativeEngine, requests: list[Request] = requests, known: Any = together) -> None:
+            found = await asyncio.gather(*map(engine.generate, requests))
+            assert {done.id: done.tokens for done in found} == known
+            assert engine.stats().preemptions > 0
+
+        with_engine(policy, crowded, memory_gb=room, host_memory_gb=0.01)
 
 
 @pytest.mark.thorough(keep=2)

@@ -6,11 +6,18 @@ from typing import Any
 
 import pytest
 import torch
+from benchmark_scripts import load_script
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from kitae.errors import ModelError
 from kitae.models import attention_seam
-from kitae.models.agreement import check_attention
+from kitae.models.agreement import check_attention, own_states
+from kitae.models.attention_seam import SelfAttention
+from kitae.models.config import ModelConfig
+from kitae.models.load import load_policy
+from kitae.models.masks import find_windows
+
+make_small = load_script("small_models").make_small
 
 
 @pytest.fixture
@@ -30,21 +37,61 @@ def loaded(tiny_folder: Callable[[str], Path]) -> Callable[..., Any]:
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe", "qwen2"])
 def test_models_that_agree_stay_as_they_are(family: str, dtype: torch.dtype, loaded: Callable[..., Any]) -> None:
     model = loaded(family, dtype)
-    check_attention(model, family)
+    check_attention(model, family, own_states(model))
     assert model.config._attn_implementation == attention_seam.NAME
 
 
 def test_every_layer_with_a_window_must_hand_it_on(loaded: Callable[..., Any]) -> None:
     """One that does is not enough: the window is longer than what is tried."""
     model = loaded("qwen2", use_sliding_window=True, sliding_window=64, layer_types=["sliding_attention"] * 2)
-    check_attention(model, "qwen2")
+    check_attention(model, "qwen2", own_states(model))
     model.model.layers[1].self_attn.sliding_window = None
     with pytest.raises(ModelError, match="a sliding_window of 64 that layer 1 does not hand on"):
-        check_attention(model, "qwen2")
+        check_attention(model, "qwen2", own_states(model))
 
 
-def test_a_layer_attends_once(loaded: Callable[..., Any]) -> None:
+def test_a_window_that_is_in_the_mask_alone_is_found(loaded: Callable[..., Any]) -> None:
+    model = loaded("qwen2", use_sliding_window=True, sliding_window=64, layer_types=["sliding_attention"] * 2)
+    model.model.layers[1].self_attn.sliding_window = None
+    assert find_windows(model, "qwen2")
+    assert [getattr(layer.self_attn, attention_seam.WINDOW, None) for layer in model.model.layers] == [None, 64]
+    context = SelfAttention(torch.arange(2))
+    model(**attention_seam.keywords(context, torch.arange(2), torch.arange(2)))
+    assert [call.window for call in context.calls] == [64, 64]
+
+
+def test_a_window_must_be_that_of_the_mask(loaded: Callable[..., Any]) -> None:
+    model = loaded("qwen2", use_sliding_window=True, sliding_window=64, layer_types=["sliding_attention"] * 2)
+    model.model.layers[1].self_attn.sliding_window = 63
+    with pytest.raises(ModelError, match=r"layer 1 .* got a window of 63 and a mask of 64"):
+        find_windows(model, "qwen2")
+
+
+def test_tokens_must_not_see_later_ones(loaded: Callable[..., Any]) -> None:
     model = loaded("llama")
-    model.model.layers[1].self_attn.layer_idx = 0
-    with pytest.raises(ModelError, match="must attend once in a layer, got 2 times"):
-        check_attention(model, "llama")
+    model.config.is_causal = False
+    with pytest.raises(ModelError, match=r"layer 0 .* got a mask of tokens that see later ones"):
+        find_windows(model, "llama")
+
+
+@pytest.mark.parametrize("token", [0, 23])
+def test_no_token_may_be_far_off(token: int, loaded: Callable[..., Any]) -> None:
+    """The median of all tokens once hid what was wrong in the first ones."""
+    model = loaded("llama")
+    own = own_states(model)
+    assert own is not None
+    own[1][token] *= 1.01
+    with pytest.raises(ModelError, match="must give the same"):
+        check_attention(model, "llama", own)
+
+
+@pytest.mark.parametrize("family", ["granite_swa", "glm4_moe", "phimoe"])
+def test_kernels_and_settings_keep_what_a_family_computes(family: str, tmp_path: Path) -> None:
+    """Sinks that fused attention left out, angles for a part of a head, noise that routers read without training."""
+    make_small(family, tmp_path)
+    policy = load_policy(ModelConfig(path=str(tmp_path), dtype="float32", device="cpu"))
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    row = torch.arange(5, 45)
+    with torch.no_grad():
+        expected = plain(row[None]).logits[0, :-1].log_softmax(-1).gather(1, row[1:, None])[:, 0]
+    torch.testing.assert_close(policy.score(row), expected, atol=1e-4, rtol=0)

@@ -15,8 +15,9 @@ from typing import Any
 
 import pytest
 import torch
+from benchmark_scripts import load_script
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from kitae.engines.base import Completion, Request, SamplingParams
 from kitae.engines.config import EngineConfig
@@ -35,29 +36,6 @@ from kitae.models.load import load_policy
 from kitae.models.policy import Policy
 
 PAGE = Path(__file__).parents[3] / "docs/models.md"
-SMALL: dict[str, Any] = {
-    "vocab_size": 259, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 256, "num_experts": 4, "num_local_experts": 4,
-    "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
-    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_inner": 96,
-    "n_positions": 256, "ffn_dim": 96, "word_embed_proj_dim": 64, "sliding_window": 8, "mamba_d_ssm": 64,
-}  # fmt: skip
-SPECIAL: dict[str, dict[str, Any]] = {  # what makes a family different from its neighbours
-    "exaone4": {"layer_types": ["sliding_attention", "full_attention"]},
-    "falcon_h1": {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_chunk_size": 16},
-    "gemma3_text": {"layer_types": ["sliding_attention", "full_attention"]},
-    "granite": {
-        "embedding_multiplier": 3.0, "residual_multiplier": 0.4, "logits_scaling": 2.0, "attention_multiplier": 0.1
-    },
-    "ministral3": {
-        "rope_parameters": {
-            "rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16,
-            "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.5,
-        }
-    },
-    "olmo3": {"layer_types": ["sliding_attention", "full_attention"]},
-    "smollm3": {"no_rope_layers": [1, 0]},
-}  # fmt: skip
 
 
 def table() -> list[tuple[str, list[str]]]:
@@ -72,24 +50,12 @@ REFUSED = [name for name, cells in ROWS.items() if cells[0] == "refused"]
 
 
 @pytest.fixture(scope="module")
-def made(tiny_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    small_models = load_script("small_models")
+
     @cache
     def make(family: str) -> Path:
-        known = AutoConfig.for_model(family)
-        settings = {name: value for name, value in SMALL.items() if hasattr(known, name)} | SPECIAL.get(family, {})
-        config = AutoConfig.for_model(family, **settings)
-        if len(kinds := getattr(config, "layer_types", None) or "..") != 2:
-            config = AutoConfig.for_model(family, **settings, layer_types=[kinds[0], kinds[-1]])
-        torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.data.normal_(0, 0.15)
-            else:  # norms that do something, biases and sinks that are there
-                parameter.data.add_(torch.randn_like(parameter), alpha=0.2)
-        folder = tmp_path_factory.mktemp(family)
-        model.save_pretrained(folder)
-        AutoTokenizer.from_pretrained(tiny_folder("llama")).save_pretrained(folder)
+        folder: Path = small_models.make_small(family, tmp_path_factory.mktemp(family))
         return folder
 
     return make

@@ -1,0 +1,34 @@
+"""The decoder of a model, and what its config says of it, whatever names and places a family has for them."""
+
+from typing import Any
+
+_CONTEXT = ("max_position_embeddings", "n_positions", "model_max_length", "max_seq_len", "max_sequence_length")
+
+
+def decoder_of(model: Any) -> Any:
+    """The modules below the language head."""
+    found = model.get_decoder()
+    if found is model or found is model.get_output_embeddings():  # the name of something else in some families
+        return model.model
+    return found
+
+
+def setting(config: Any, name: str, default: Any = None) -> Any:
+    """A setting; where layers differ in it, that of the first layer."""
+    try:
+        return getattr(config, name, default)
+    except RuntimeError:  # transformers refuses to tell what differs
+        return getattr(config.per_layer_config[0], name, default)
+
+
+def context_of(config: Any) -> int:
+    """How many tokens a sequence may have. Layers that attend within chunks are computed as if there were one."""
+    longest = next((int(n) for name in _CONTEXT if (n := getattr(config, name, None))), None)
+    if longest is None:
+        raise AttributeError(f"{type(config).__name__} says of no longest sequence")
+    chunk = getattr(config, "attention_chunk_size", None)
+    if chunk and "chunked_attention" in (getattr(config, "layer_types", None) or []):
+        longest = min(longest, int(chunk))
+    if getattr(config, "attn_temperature_tuning", False):  # Llama 4 counts positions from here on
+        longest = min(longest, int(config.floor_scale) - 1)
+    return longest
