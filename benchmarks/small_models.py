@@ -67,7 +67,8 @@ SPECIAL: dict[str, dict[str, Any]] = {  # what makes a family different from its
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1},
     "dots3_note_text": {"head_dim": 24, **SWA},
     "gemma3n_text": {**SHARING, "intermediate_size": [96] * 4, "activation_sparsity_pattern": [0.5, 0.5, 0.0, 0.0]},
-    "gemma4_text": SHARING,
+    "gemma4_text": {**SHARING, "global_head_dim": 32},
+    "gemma4_unified_text": {**SHARING, "global_head_dim": 32},
     "granite": {
         "embedding_multiplier": 3.0, "residual_multiplier": 0.4, "logits_scaling": 2.0, "attention_multiplier": 0.1
     },
@@ -97,8 +98,7 @@ def families() -> list[str]:
 
 
 def small_config(family: str) -> Any:
-    default = AutoConfig.for_model(family)
-    return AutoConfig.for_model(family, **merged(small_settings(default), SPECIAL.get(family, {})))
+    return AutoConfig.for_model(family, **small_settings(AutoConfig.for_model(family)))
 
 
 def merged(settings: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
@@ -119,7 +119,7 @@ def small_settings(default: Any) -> dict[str, Any]:
     for name in getattr(default, "sub_configs", {}):
         if (inner := getattr(default, name, None)) is not None:
             found[name] = small_settings(inner)
-    return found
+    return merged(found, SPECIAL.get(default.model_type, {}))
 
 
 def _is_size(config: Any, name: str) -> bool:
