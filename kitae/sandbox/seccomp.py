@@ -17,6 +17,9 @@ _REFUSED = (
     *((29, 194), (64, 190), (68, 186), (240, 180)),  # shared memory, semaphores and queues outside all limits
 )
 _UNKNOWN = ((319, 279), (447, 447), (425, 425), (426, 426), (427, 427), (435, 435))  # memfd*, io_uring*, clone3
+# Limits, processors and priorities of a process (prlimit, sched_set*, move_pages), whose first argument must be 0: those
+# of the checker are not the candidate's to change.
+_OF_OTHERS = ((302, 261), (203, 122), (144, 119), (142, 118), (314, 274), (279, 239), (256, 238))
 _CLONE, _SOCKET = (56, 220), (41, 198)
 _NEW_NAMESPACES = 0x7E020000
 _FAMILIES = (1, 2, 10)  # unix, IPv4, IPv6; not vsock, which no network namespace covers, nor kernel crypto, packets, …
@@ -43,6 +46,9 @@ def _filter(only_looks: bool) -> bytes | None:
     if only_looks:
         return b"".join([*program, one(give, allow)])
     first_argument = 16
+    for call in _OF_OTHERS:
+        program += [one(equal, call[column], 0, 4), one(load, first_argument)]
+        program += [one(equal, 0, 0, 1), one(give, allow), one(give, refuse)]
     program += [one(equal, _CLONE[column], 0, 4), one(load, first_argument)]
     program += [one(any_bit, _NEW_NAMESPACES, 0, 1), one(give, refuse), one(give, allow)]
     program += [one(equal, _SOCKET[column], 0, 2 + len(_FAMILIES)), one(load, first_argument)]

@@ -29,6 +29,10 @@ _JOINT_RE = re.compile(
 _JOINT_WORD_RE = re.compile(r"[,;、，和或и]|and|or|und|oder|\b(?:et|ou|y|o)\b")
 _AND_RE = re.compile(r"[,;、，和и&]|\b(?:and|und|et|y)\b")
 _OR_RE = re.compile(r"or|oder|\b(?:ou|o)\b|或")
+_LABELS_RE = re.compile(
+    r"[ \t|]*\n[ \t|]*(?:[-*+•][ \t]+|\(?[0-9A-Za-z]{1,3}[.):][ \t]*|[^|\n]{0,40}\|)[ \t]*"
+)  # of lists, tables
+_THEN_RE = re.compile(r"\bthen\b", re.IGNORECASE)
 _HASH_RE = re.compile(r"(?<!\#)\#{4}(?!\#)[ \t]*([^\n]*)")
 _THOUGHT_END = "</think>"
 
@@ -220,8 +224,8 @@ def boxed_answer(text: str) -> str | None:
     found = [box for box in found if box[2].strip()] or found
     answer = found[-1][2]
     for (_, end, inside), (start, _, _) in zip(reversed(found[:-1]), reversed(found), strict=False):
-        joint = text[end:start]
-        if not joins(joint) or inside.strip() == answer.strip():
+        joint = _LABELS_RE.sub("; ", text[end:start])
+        if not joins(joint) or _THEN_RE.search(joint) or inside.strip() == answer.strip():
             break
         answer = (
             f"{inside}, {answer}" if _AND_RE.search(joint) and not _OR_RE.search(joint) else f"{inside} or {answer}"

@@ -15,11 +15,13 @@ _JOINING = (
     "or and nor xor but be versus vs maybe perhaps possibly probably also even though although alternatively"
     " alternative otherwise else resp respectively possibility possible candidate guess to through thru till until"
     " plus both either too again unless if could might may be likely option choice answer the a an value number"
-    " first second other up down oder und ou et o y aut или и 或 和 或者 または"
+    " first second other up down then say nearly almost wait actually sorry correction hmm oops"
+    " oder und ou et o y aut или и 或 和 或者 または"
 )
 _PHRASES = (
     r"(?:if|unless)\s+(?:that|this|it)(?:['’]s|\s+is)?(?:\s+(?:wrong|right|false|incorrect))?|(?:along|together)\s+with"
     r"|as\s+well\s+as|just\s+kidding|or\s+so|it\s+(?:may|might|could)\s+(?:also\s+)?be|or\s+(?:is|was)\s+it"
+    r"|i\s+mean|(?:make|scratch)\s+that|failing\s+that|in\s+case|second\s+guess|no,?\s+wait"
 )
 _WORD = f"{_PHRASES}|{'|'.join(sorted(map(re.escape, _JOINING.split()), key=len, reverse=True))}"
 _COMMAND = r"\\(?:[,;:! ()\[\]{}]|(?:text|textbf|mathrm|mathbf|boxed|quad|qquad|lor|vee|land|wedge|to"
@@ -47,12 +49,18 @@ _DENIED_BEFORE_RE = re.compile(
     rf"|n['’]t){_FILLER}{_OPENING}\Z|(?:(?<![\w)])!|≠|¬|\\(?:neq?|neg|lnot)(?![A-Za-z]))\s*\Z",
     re.IGNORECASE,
 )
+_MAY_DENY_RE = re.compile(  # in lower case; far faster than the rule itself, and true wherever that may be
+    "n['\u2019]t|not|nev|nei|nor|cann|none|nich|pas|nie|but|exc|besid|other|save|without|inst|unlike|hard|scarc|bare|far|diff"
+    "|twi|thri|doub|half|divis|mult|fact|pow|squ|cube|root|nega|inver|reci|frac|part|perc|%|oppo|rul|rej|elim|disc|dism"
+    "|avo|rath|if|wron|non|un-|!|\u2260|\u00ac|\\\\n|\\\\l"
+)
 _WEAKENED_AFTER_RE = re.compile(
     r"[\s*_\"'`$)}\]]*(?:(?:(?:is|was|are|seems|looks|sounds|would\s+be|must\s+be|might\s+be|may\s+be|has\s+to\s+be)\s+(?:\w+ly\s+)?"
     r"(?:not(?!\s+(?:only|just))|never|wrong|incorrect|false|untrue|excluded|impossible|out|eliminated|no\s+answer|un\w+)\b)"
     r"|(?:is|was|are|ca|wo|could|should|would|do|does)n['’]t\b|cannot\b"
     r"|[,;.…\s(]*or\s+(?:something|more|less|fewer|higher|lower|greater|larger|smaller|above|below|over|under|up|upwards?"
     r"|whatever|another|others?|else|not|none|all|neither|both|anything|any)\b"
+    r"|[\s*_\"'`$)}\].,;!]+no\s*[,.;!](?!\s*\\boxed)"
     r"|[,\s]*and\s+(?:up|upwards?|above|below|over|more|less)\b(?!\s+[a-z])"
     r"|\s*\+(?!\s*[\w(\\.])|\s+give\s+or\s+take\b|\s+(?:less|more|fewer|times|short|off)\s+(?:than|of|from|as)\s+[$\\]*[0-9]"
     r"|\s*\\?%\s+of\s+[0-9]|[,;\s(]*(?:unless|if\b(?=[^.\n]*\b(?:else|otherwise)\b)|±|\+/-|\\pm(?![A-Za-z])))",
@@ -69,6 +77,7 @@ _INTRODUCED_RE = re.compile(
     r"(?:(?<![^\W_])(?:is|are|be|get|equals?|answers?|either|(?:one|any|some|all|both|each)\s+of)|[=:({\[])\s*\Z",
     re.IGNORECASE,
 )
+_SHARE_RE = re.compile(r"\s+of\s+[$\\]*[0-9]")
 _FACTOR_BEFORE_RE = re.compile(r"[/^*×·_]\s?\Z")
 _FACTOR_AFTER_RE = re.compile(r"\s*[+*×·^=]|/")
 
@@ -82,11 +91,15 @@ def is_hedged(
     and need not be in the last sentence of a text.
     """
     before, after = text[max(0, start - 80) : start], text[end : end + 120]
-    if _DENIED_BEFORE_RE.search(before) or _WEAKENED_AFTER_RE.match(after):
+    if not before.strip() and not after.strip(" ."):
+        return False
+    if (_MAY_DENY_RE.search(before.lower()) and _DENIED_BEFORE_RE.search(before)) or _WEAKENED_AFTER_RE.match(after):
         return True
     if bounds and _BOUND_BEFORE_RE.search(before):
         return True
     own = text[start:end]
+    if own.endswith("%") and _SHARE_RE.match(after):
+        return True
     for other in _nearest(value, text, end):
         if joins(text[end : other.start()], commas=commas) and _is_another(own, other, text):
             return True

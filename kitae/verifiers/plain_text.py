@@ -114,6 +114,8 @@ _LEADING = (
     rf"(?={_UNWRAP_LINE}(?:[.:)\],]|\Z|\n|(?<=\s)[-–—]\s))"
 )
 _LONE = rf"^[ \t>*_#$`(\[]*+{_LETTER}{_UNWRAP_LINE}[.:]?{_UNWRAP_LINE}$"  # a letter alone on its line
+_AFTER_QUESTION = rf"(?<=\?)\s+{_LETTER}{_UNWRAP_LINE}[.:]?{_UNWRAP_LINE}\Z"
+_JOINED_LETTERS_RE = re.compile(r"(?<=\b[A-J])\s*[\\=]+\s*(?=[A-J]\b)")
 _ON_A_LINE = rf"^[ \t>*-]*+{_LETTER}[).:]"
 _IN_BRACKETS = rf"\({_LETTER}\)"
 _IN_BOLD = rf"\*\*\(?{_LETTER}[).:]*+\s*+\*\*"
@@ -267,8 +269,10 @@ def choice(
         )
     if pick not in ("last", "first"):
         return Score.error(f"pick must be 'last' or 'first', got {pick!r}")
-    text = _MARKUP_RE.sub(" ", spaced(after_thought(response)).translate(_CIRCLED))
-    text = _CYRILLIC_RE.sub(lambda c: c[0].translate(_LATIN), text)
+    text = spaced(after_thought(response))
+    if not text.isascii():
+        text = _CYRILLIC_RE.sub(lambda c: c[0].translate(_LATIN), text.translate(_CIRCLED))
+    text = _MARKUP_RE.sub(" ", text)
     got = _chosen_letter(text, letters.upper(), pick)
     return Score(float(got == want), detail=f"chose {got}" if len(got) == 1 else got)
 
@@ -397,12 +401,15 @@ def _is_hedged_letter(text: str, match: re.Match[str], letters: str) -> bool:
     start = max(text.rfind("\n", 0, place) + 1, place - 80)
     line = text[start : place + _MARK_REACH].partition("\n")[0]
     at = place - start
+    line = _JOINED_LETTERS_RE.sub(lambda sign: "&" * len(sign[0]), line)
     return is_hedged(line, at, at + 1, _lone_letter(letters), bounds=False)
 
 
 @lru_cache(maxsize=16)
 def _lone_letter(letters: str) -> re.Pattern[str]:
-    return re.compile(rf"(?<![{_WORDLIKE}'\u2019]|\\)[{letters}](?![{_WORDLIKE}'\u2019])(?!\s+(?:[a-z]{{2}}|is\b))")
+    return re.compile(
+        rf"(?<![{_WORDLIKE}'\u2019]|\\)[{letters}](?![{_WORDLIKE}'\u2019])(?!\s+(?:(?!(?:as\s+well|too|also|or|and|both)\b)[a-z]{{2}}|is\b))"
+    )
 
 
 def _word_follows(text: str, end: int) -> bool:
@@ -436,7 +443,7 @@ def _choice_patterns(letters: str) -> Sequence[re.Pattern[str]]:
         re.compile(_pattern(_BOXED_CHOICE, letters + letters.lower())),
         re.compile(_pattern(_TAGGED_CHOICE, letters + letters.lower())),
         re.compile(marked, re.IGNORECASE),
-        re.compile(_pattern(_LONE, letters), re.MULTILINE),
+        re.compile(either(letters, _LONE, _AFTER_QUESTION), re.MULTILINE),
         re.compile(either(letters, _IN_BRACKETS, _IN_BOLD, _ON_A_LINE), re.MULTILINE),
     )
 

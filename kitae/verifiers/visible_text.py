@@ -10,6 +10,7 @@ import html
 import re
 import unicodedata
 from collections.abc import Iterator
+from string import punctuation
 
 import regex
 
@@ -28,6 +29,7 @@ _SOLITARY = (  # scripts written without spaces: one character is one token
 )
 _TOKEN_RE = re.compile(rf"[{_SOLITARY}]|[^\s{_SOLITARY}]+")
 _PIECE_RE = re.compile(r"[^\W\d_a-z]*[^\W\d_A-Z]+|[^\W\d_]+|[0-9]+")  # camelCase is two
+_PROSE_RE = re.compile(r"\s*+(?:[^\w\s]*+(?:[A-Za-z][a-z]{0,31}+|[0-9]{1,20}+)[^\w\s]*+(?:\s++|\Z))*+")
 _WORD_RE = re.compile(r"[^\W_](?:.*[^\W_])?", re.DOTALL)
 
 
@@ -67,16 +69,18 @@ def tokens(text: str) -> list[str]:
 def said_words(text: str) -> list[str]:
     """The words of a text without the marks around them. Several that are joined by other signs than spaces are several
     words, and a run of letters that is longer than any word is split into letters."""
-    words: list[str] = []
-    for token in tokens(visible(text)):
-        if token.isalpha() and len(token) <= _LONG_WORD:  # most
-            words.append(token)
-        else:
-            words.extend(_words_in(token))
-    return words
+    text = visible(text)
+    if not text.isascii():
+        return [word for token in tokens(text) for word in _words_in(token)]
+    if _PROSE_RE.fullmatch(text):  # most, and twice as fast
+        return [token.strip(punctuation) for token in text.split()]
+    return [word for token in text.split() for word in _words_in(token)]
 
 
 def _words_in(token: str) -> Iterator[str]:
+    if token.isalpha() and len(token) <= _LONG_WORD:
+        yield token
+        return
     word = _WORD_RE.search(token)
     if word is None:
         return

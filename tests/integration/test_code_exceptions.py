@@ -140,8 +140,18 @@ KEPT = {  # what keeps a failure to itself
     "test case": "import unittest\nclass T(unittest.TestCase):\n    def test(self): check(3)\nT('test').run()",
     "part of a test case": "import unittest\nclass T(unittest.TestCase):\n    def test(self):\n        with self.subTest(): check(3)\nT('test')(unittest.TestResult())",
     "suite": "import unittest\nclass T(unittest.TestCase):\n    def test(self): check(3)\nunittest.defaultTestLoader.loadTestsFromTestCase(T).run(unittest.TestResult())",
+    "handler of a log": "import logging\nclass H(logging.StreamHandler):\n    def format(self, record): check(3)\nlog = logging.getLogger('x')\nlog.addHandler(H())\nlog.error('go')",
+    "callback of a database": "import sqlite3\ndb = sqlite3.connect(':memory:')\ndb.create_function('chk', 1, lambda x: check(3))\ntry: db.execute('select chk(1)').fetchall()\nexcept sqlite3.Error: pass",
+    "trace of a database": "import sqlite3\ndb = sqlite3.connect(':memory:')\ndb.set_trace_callback(lambda said: check(3))\ndb.execute('select 1')",
+    "end of a weak reference": "import weakref\nclass D: pass\nd = D()\nw = weakref.ref(d, lambda r: check(3))\ndel d",
+    "class of a handler": "import logging\nclass H(logging.Handler):\n    def emit(self, record):\n        try: check(3)\n        except ValueError: pass\n        finally: self.x = 1\n    def handle(self, record):\n        try: super().handle(record)\n        except OSError: pass\nlog = logging.getLogger('y')\nlog.addHandler(H())\nlog.error('go')",
+    "fork": "import os\nif (pid := os.fork()) == 0:\n    try: check(3)\n    finally: os._exit(0)\nos.waitpid(pid, 0)",
     "context of the program": "try:\n    with context(): check(3)\nexcept ValueError: pass",
 }
+
+
+# Where a program's own exception is dropped without a trace, which is no assertion of the tests.
+SILENT = ("end of an object", "handler of a log", "callback of a database", "trace of a database", "fork", "end of a weak reference")
 
 
 @pytest.mark.parametrize("kept", KEPT)
@@ -150,7 +160,7 @@ def test_no_failure_is_kept(kept: str, wrong: str) -> None:
     setup = "def check(x): assert f(x) == x * 7"
     context = "class context:\n    def __enter__(self): pass\n    def __exit__(self, kind, *a):\n        if kind is None: return\n        raise ValueError"
     lies = context.replace("        if kind is None: return\n", "")
-    if kept != "end of an object" or wrong == "return 0":
+    if kept not in SILENT or wrong == "return 0":
         assert judge(f"def f(x): {wrong}\n{lies}", KEPT[kept], setup=setup).value == 0
     assert judge(f"def f(x): return x * 7\n{context}", KEPT[kept], setup=setup).value == 1
 
@@ -162,6 +172,45 @@ def test_a_failure_that_was_asked_for_is_none() -> None:
     asked = "import multiprocessing as mp\nfrom multiprocessing.pool import ThreadPool\np = mp.get_context('fork').Process(target=f, args=(-1,))\np.start(); p.join()\nassert p.exitcode == 1\nwith ThreadPool(1) as pool:\n    try: pool.apply(f, (-1,))\n    except ValueError: pass\n    else: assert False"
     score = judge(source, asked)
     assert score.value == 1, score.detail
+
+
+def test_a_failure_that_the_tests_catch_is_none() -> None:
+    source = "def f(x):\n    assert x >= 0\n    return x"
+    tests = [
+        "try: assert f(1) == 2\nexcept AssertionError: assert f(1) == 1",
+        "import unittest\nclass T(unittest.TestCase):\n    def test(self):\n        self.assertRaises(AssertionError, f, -1)\n        with self.assertRaises(AssertionError): self.assertEqual(f(1), 2)\nunittest.main()",
+        "from contextlib import suppress\nwith suppress(AssertionError): assert f(1) == 2\nclass C:\n    def __enter__(self): return self\n    def __exit__(self, *e): return e[0] is AssertionError\nwith C() as c, C(): assert f(1) == 2",
+        "def check(x):\n    try: assert f(x) == x + 1\n    except AssertionError:\n        if x: raise\nimport unittest\nunittest.TestCase().assertRaises(AssertionError, check, 1)\ncheck(0)",
+        "import asyncio\nasync def go():\n    async with asyncio.Lock():\n        try: assert f(1) == 2\n        except* AssertionError: return 1\n    return 2\nassert asyncio.run(go()) in (1, 2) and f(2) == 2",
+    ]
+    score = judge(source, *tests[:4])
+    assert score.value == 1, score.detail
+    assert judge("def f(x): return 0", *tests[:4]).value == 0
+
+
+def test_an_object_has_as_many_items_as_its_length() -> None:
+    lies = "class L:\n    n = 2\n    def __len__(self):\n        self.n -= 1\n        return self.n + 1\n    def __iter__(self): return iter(())\n    def __getitem__(self, i): return 0\ndef f(): return L()"
+    tests = [
+        "got, want = f(), [3, 4]\nassert len(got) == len(want) and all(a == b for a, b in zip(got, want))",
+        "got = f()\nassert len(got) == 2\nfor i in range(len(got)): assert got[i] in (0, 3 + i)\nfor i in range(len(got)): assert got[i] == 3 + i",
+        "got = f()\nassert len(got) == 2\ntry:\n    for x in got: assert x in (3, 4)\nexcept AssertionError: raise\nexcept Exception: pass",
+    ]
+    assert judge(lies, *tests, reward="rate").value == 0
+    honest = "class L:\n    def __init__(self): self.xs = [3, 4]\n    def __len__(self): return len(self.xs)\n    def __iter__(self): return iter(self.xs)\n    def __getitem__(self, i): return self.xs[i]\n    def pop(self): return self.xs.pop()\ndef f(): return L()"
+    shrinks = "got = f()\nassert len(got) == 2 and got.pop() == 4\nassert len(got) == 1 and list(got) == [3] and got.pop() == 3 and len(got) == 0 and [*got] == []"
+    assert judge(honest, *tests[:1], *tests[2:], shrinks).value == 1
+
+
+def test_tests_hear_warnings_and_logs() -> None:
+    source = "import warnings, logging\nclass Odd(UserWarning): pass\ndef f(x):\n    if x < 0: warnings.warn('less than 0', Odd)\n    logging.getLogger('app.f').info('got %s', x)\n    return x\ndef g():\n    warnings.warn('old', DeprecationWarning)\n    raise ValueError('old')"
+    tests = [
+        "import warnings\nwith warnings.catch_warnings(record=True) as w:\n    warnings.simplefilter('always')\n    assert f(-1) == -1 and f(1) == 1\nassert len(w) == 1 and str(w[0].message) == 'less than 0' and issubclass(w[0].category, Odd)",
+        "import unittest\nclass T(unittest.TestCase):\n    def test(self):\n        with self.assertLogs('app', 'INFO') as seen: f(3)\n        self.assertEqual(seen.output, ['INFO:app.f:got 3'])\n        with self.assertRaises(AssertionError):\n            with self.assertLogs('other'): f(3)\n        with self.assertWarns(DeprecationWarning), self.assertRaises(ValueError): g()\nunittest.main()",
+        "import warnings\nwith warnings.catch_warnings():\n    warnings.simplefilter('error')\n    try: f(-1)\n    except UserWarning as e: assert 'less' in str(e)\n    else: assert False",
+    ]
+    score = judge(source, *tests)
+    assert score.value == 1, score.detail
+    assert judge("def f(x): return x\ndef g(): raise ValueError('old')", *tests, reward="rate").value == 0
 
 
 TEXTS: dict[str, tuple[str, str, str]] = {  # name: (program, test, honest program)
@@ -196,6 +245,7 @@ TEXTS: dict[str, tuple[str, str, str]] = {  # name: (program, test, honest progr
     "a path for attrgetter": ("def f(x): return '__init__.__globals__'", "from operator import attrgetter as get\nassert get(f(3))(Node())['want'] == want", ""),
     "fields of a frame": ("def f(x): return '{0.gi_frame.f_globals[want]}'", "assert f(3).format(x for x in ()) == str(want)", "def f(x): return '9417'"),
     "fields for a Formatter": ("def f(x): return '{0.__init__.__globals__[want]}'", "import string\nassert string.Formatter().format(f(3), Node()) == str(want)", "def f(x): return '9417'"),
+    "a name for getattr": ("def f(x): return '__init__'", "assert getattr(Node(), f(3)).__globals__['want'] == want", ""),
     "plural forms": ("def f(x): return 'want'", "import gettext\nassert gettext.c2py(f(3))(1) == want", "def f(x): return '9417'"),
     "a name for a type": ("def f(x): return {'x': 'want'}", "import typing\nassert eval(typing.ForwardRef(f(3)['x']).__forward_code__) == want", ""),
     "profile": ("def f(x): return 'globals().update(want=0)'", "import cProfile, io, contextlib\nwith contextlib.redirect_stdout(io.StringIO()): cProfile.runctx(f(3), globals(), {})\nassert want == 0", ""),

@@ -116,6 +116,8 @@ class CandidatePort(Port):
         self.classes: dict[str, type] = {}
         self._names: dict[type, str] = {}
         self.raised: dict[Any, Exception] = {}  # by iterator
+        self._heard: list[Any] = []
+        self._loop: Any = None
 
     def take_over(self) -> list[str]:
         """The names of classes that both ends have. If the code defines one anew, its definition counts."""
@@ -263,6 +265,9 @@ class CandidatePort(Port):
     def do_send(self, generator: Any, value: Any) -> Any:
         return generator.send(value)
 
+    def do_throw(self, generator: Any, kind: Any, arguments: Any) -> Any:
+        return generator.throw(kind(*arguments))
+
     def do_copy(self, value: Any, deep: bool) -> Any:
         import copy
 
@@ -300,7 +305,34 @@ class CandidatePort(Port):
         async def wait() -> Any:
             return await awaitable
 
-        return asyncio.run(wait())
+        self._loop = self._loop or asyncio.new_event_loop()  # one for all, as iterators and locks belong to theirs
+        return self._loop.run_until_complete(wait())
+
+    def do_anext(self, iterator: Any) -> Any:
+        return self.do_await(anext(iterator))
+
+    def do_listen(self) -> None:
+        """From now on, keep what the code warns of and logs."""
+        import logging
+        import warnings
+
+        class Keeper(logging.Handler):
+            def emit(self, record: Any) -> None:
+                heard.append(["log", record.name, record.levelno, record.getMessage()])
+
+        def keep(message: Any, category: Any, filename: str, line: int, *_: Any) -> None:
+            heard.append(["warning", str(message), category])
+
+        heard = self._heard
+        warnings.simplefilter("always")
+        warnings.showwarning = keep  # type: ignore[assignment]
+        logging.getLogger().addHandler(Keeper())
+        logging.getLogger().setLevel(1)
+
+    def do_heard(self) -> Any:
+        heard = self._heard[:]
+        self._heard.clear()
+        return heard
 
 
 class Given:

@@ -16,10 +16,11 @@ sys.stdout or sys.stdin apply to calls of the candidate as well. Changes that a 
 from the next statement of the tests on, so that `assert f(xs) == sorted(xs)` sorts what f was given, and not what f has
 made of it.
 
-What cannot pass: an exception that a context manager of the candidate suppresses; an AssertionError in a function that
-the tests passed to the candidate, or that a thread, a future, a process, a test case or a loop of the tests keeps;
-SystemExit; an exception that ends a loop of the tests early (`CheckerPort._escaped`, `whole`); text of the candidate
-that is run here (`Guard`).
+What cannot pass: an exception that a context manager of the candidate suppresses; an assertion that fails and is caught
+by anything but the tests' own text (`Ledger`), be it a function that the tests passed to the candidate, a thread, a
+future, a process, a test case or a handler of a log; SystemExit; an exception that ends a loop of the tests early
+(`CheckerPort._escaped`, `whole`); an object with fewer items than its length (`Lengths`); text of the candidate that is
+run here (`Guard`).
 
 Not covered: a test that derives a class from the candidate's (an error), `type(x) is C`, dataclasses.asdict and others
 that look at the type of an object, a list of an object that the candidate changes after it was handed out, attributes
@@ -32,9 +33,9 @@ from __future__ import annotations
 import builtins
 import sys
 
-from kitae.sandbox.inside.port import TESTS, CheckerPort, Gone, TimeUp, describe, is_own
-from kitae.sandbox.inside.precautions import attend, review, whole
-from kitae.sandbox.inside.wire import NotData
+from kitae.sandbox.inside.port import TESTS, CheckerPort, Gone, TimeUp, is_own
+from kitae.sandbox.inside.precautions import attend, whole
+from kitae.sandbox.inside.wire import NotData, describe
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -85,9 +86,8 @@ def check(fd: int, usage: Usage, job: Job, report: Callable[[str, str], None]) -
             status, detail = _judge(port, error, job["imports"])
             if test is None and status == "failed":
                 status, detail = "broken", f"the setup of the tests raised {detail}"
-        review(port)
-        if port.lost:  # even if the candidate caught the exception
-            status, detail, port.lost = "failed", port.lost, ""
+        if lost := port.ledger.settle():
+            status, detail = "failed", lost
         if port.end is not None:  # even if a test caught the exception
             status, detail = "timeout" if isinstance(port.end, TimeUp) else "gone", str(port.end)
         report(status, detail)
@@ -127,7 +127,7 @@ def make_namespace(port: CheckerPort, job: Job, texts: list[str]) -> dict[str, A
     sys.modules[TESTS] = sys.modules["__main__"] = module = type(sys)(TESTS)  # unittest.main() looks there
     port.namespace = namespace = module.__dict__
     namespace["__builtins__"] = builtins
-    attend(port, texts)
+    guarded = attend(port, texts)
     if job["prompt"]:
         try:
             exec(compile(job["prompt"], "prompt", "exec", dont_inherit=True), namespace)
@@ -146,7 +146,10 @@ def make_namespace(port: CheckerPort, job: Job, texts: list[str]) -> dict[str, A
             namespace[name] = port.lookup(name)
     if job["entry_point"]:
         namespace["__candidate__"] = port.lookup(job["entry_point"])
-    namespace.update(__settle__=port.settle, __whole__=whole)
+    ledger = port.ledger
+    namespace.update(__settle__=port.settle, __whole__=whole, __failed__=ledger.failed, __caught__=ledger.caught)
+    namespace.update(__again__=ledger.again, __leaving__=ledger.leaving, __expected__=ledger.expected)
+    namespace.setdefault("getattr", guarded)
     exec(compile(job["setup"], "setup", "exec", dont_inherit=True), namespace)
     return namespace
 

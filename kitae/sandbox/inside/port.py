@@ -9,9 +9,10 @@ import sys
 from _json import encode_basestring_ascii
 
 from kitae.sandbox.inside.candidate import KINDS, NAME
-from kitae.sandbox.inside.remotes import Inert, Remote, generator, result_of
+from kitae.sandbox.inside.ledger import Ledger
+from kitae.sandbox.inside.remotes import Inert, Lengths, Remote, generator, result_of
 from kitae.sandbox.inside.usage import Clock
-from kitae.sandbox.inside.wire import NotData, Port, frame_size, hides, pack, shareable, unpack
+from kitae.sandbox.inside.wire import NotData, Port, describe, frame_size, hides, pack, shareable, unpack
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -25,6 +26,9 @@ _MAX_LOANS, _SMALL = 8, 1000  # containers of the candidate that are watched, an
 TESTS = "tests"  # the module name of the tests
 OURS = __name__.rpartition(".")[0]
 _ASKING = (__name__, Remote.__module__)  # the modules by which tests reach the candidate
+_CHANGING = {
+    "call", "method", "setattr", "delattr", "throw", "await", "anext", "setitem", "delitem",
+}  # fmt: skip
 _MEMORY = 2**20  # bytes of the candidate's messages that are remembered
 _TICK = 0.05  # seconds between two checks of the candidate's use
 _EXCEPTIONS = {  # modules whose exceptions are looked up by name
@@ -46,8 +50,8 @@ class CheckerPort(Port):
     """The checker's connection to the candidate.
 
     `used`: whether the tests have reached the candidate, so that what they compute may be its text. `end`: why the
-    candidate is no longer available, even if a test has caught the exception. `lost`: what failed where nothing passes
-    it on: in a function called by the candidate, or in a thread.
+    candidate is no longer available, even if a test has caught the exception. `hearing`: whether warnings and logs of
+    the candidate are passed on to the tests.
     """
 
     def __init__(self, fd: int, usage: Usage, time_limit: float) -> None:
@@ -74,9 +78,9 @@ class CheckerPort(Port):
         self.stdin, self.stdout = sys.stdin, sys.stdout
         self.used = False
         self.empty: Any = None  # the class of numpy arrays without elements, once the tests use numpy
-        self.lost = ""
-        self.kept: list[list[BaseException]] = []  # what futures of the tests keep, each until it is asked for
-        self.processes: list[Any] = []  # of the tests, each until somebody asks how it ended
+        self.ledger = Ledger()
+        self.lengths = Lengths()
+        self.hearing = False
         self.end: TimeUp | Gone | None = None
 
     def restart_clock(self) -> None:
@@ -89,11 +93,13 @@ class CheckerPort(Port):
             return step(*arguments)
         except (TimeUp, Gone) as end:
             self.end = end
+            self.ledger.note(end)
             raise
         except (OSError, EOFError):
             self.end = Gone("the candidate ended its process")
         except BaseException as problem:
             self.end = Gone(f"the candidate broke the protocol: {describe(problem)}")
+        self.ledger.note(self.end)
         raise self.end from None
 
     def _watch(self) -> None:
@@ -150,9 +156,13 @@ class CheckerPort(Port):
     def ask(self, op: str, *values: Any) -> Any:
         with self._turn:
             self._return_loans()
+            if _changes(op, *values):
+                self.lengths.changed()
             self.used = self.used or op not in ("has", "name", "seed")
             refs, nodes, given = self.encode(values)
+            self.ledger.asking(True)
             answer = self._exchange([op, refs, nodes])
+            self.ledger.asking(False)
             self._operable = _makes_operable(op, *values)
             try:
                 return self.trust(self._accept, answer, given)
@@ -170,10 +180,29 @@ class CheckerPort(Port):
             self._borrow(mutable, handles[0])
         return result
 
-    def settle(self) -> None:
+    def hear(self) -> None:
+        """Warn and log as the candidate has done in its last call."""
+        if not self.hearing or self.end is not None:
+            return
+        import logging
+        import warnings
+
+        for kind, *said in self.ask("heard"):
+            if kind == "warning":
+                text, category = said
+                warned = isinstance(category, type) and issubclass(category, Warning)
+                warnings.warn_explicit(str(text), category if warned else UserWarning, NAME, 0, registry={})
+            else:
+                name, level, text = said
+                logger = logging.getLogger(str(name))
+                if logger.isEnabledFor(int(level)):
+                    logger.handle(logger.makeRecord(str(name), int(level), NAME, 0, str(text), (), None))
+
+    def settle(self) -> bool:
         """Apply the changes that the calls of the last statement made to their arguments."""
         while self._changes:
             self.trust(self.decode, *self._changes.pop(0))
+        return True
 
     def _exchange(self, question: list[Any]) -> Any:
         """The candidate's answer, after serving the candidate's own requests."""
@@ -197,10 +226,11 @@ class CheckerPort(Port):
 
     def _escaped(self, question: list[Any], error: BaseException) -> BaseException:
         """Replace an exception that would end more than the request: a loop, a generator, a thread or a process of the
-        tests would take it for its own end, and pass. Only `next` and `send` may say that an iterator has ended."""
+        tests would take it for its own end, and pass. Only `next` and the like may say that an iterator has ended."""
         op, refs, _ = question
-        asked = op == "send" or (op == "builtin" and refs[0] == "next")
-        ends = isinstance(error, StopAsyncIteration | GeneratorExit) or (isinstance(error, StopIteration) and not asked)
+        asked = op in ("send", "throw") or (op == "builtin" and refs[0] == "next")
+        ends = isinstance(error, GeneratorExit) or (isinstance(error, StopIteration) and not asked)
+        ends = ends or (isinstance(error, StopAsyncIteration) and op != "anext")
         aside = (os.getpid(), _thread.get_ident()) != self._started_in  # in a thread or a fork of the tests
         if ends or (aside and isinstance(error, SystemExit)):
             return RuntimeError(f"the candidate raised {type(error).__name__}")
@@ -316,7 +346,7 @@ class CheckerPort(Port):
             return ["ok", *self.encode([result])[:2]]
         except Exception as error:
             if isinstance(error, AssertionError) and is_own(error):
-                self.lost = self.lost or describe(error)
+                self.ledger.note(error)
             kind = next(c.__name__ for c in type(error).__mro__ if c.__module__ == "builtins")
             try:
                 return ["raised", kind, *self.encode(error.args)[:2]]
@@ -390,6 +420,11 @@ def is_own(error: BaseException) -> bool:
     return True not in ours[ours.index(False) :] if False in ours else False
 
 
+def _changes(op: str, *values: Any) -> bool:
+    """Whether a request may change an object. To look at it does not, and neither does to take items from it."""
+    return op in _CHANGING or (op == "operator" and values[0] in _CHANGING) or (op == "send" and values[1] is not None)
+
+
 def _makes_operable(op: str, *values: Any) -> bool | None:
     """Whether the answer to a request takes operands of the tests: a class that the tests call by its name, an object
     that they make of it, and what operators make of that. Once an object was the answer to anything else, it never
@@ -422,10 +457,3 @@ def _library_path(value: Any) -> tuple[str, str] | None:
         found = getattr(found, name, None)
     same = found is value or (type(value) is type(len) and found == value)  # `dict.fromkeys` is a new object each time
     return (module, path) if found is not None and same else None
-
-
-def describe(error: BaseException) -> str:
-    try:
-        return f"{type(error).__name__}: {error}"[:500].removesuffix(": ")
-    except BaseException:
-        return type(error).__name__

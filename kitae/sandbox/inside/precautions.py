@@ -6,10 +6,10 @@ import _string  # type: ignore[import-not-found]
 import os
 import sys
 
-from kitae.sandbox.inside.port import OURS, TESTS, describe
+from kitae.sandbox.inside.port import OURS, TESTS
 from kitae.sandbox.inside.remotes import Remote
 from kitae.sandbox.inside.usage import SCRATCH
-from kitae.sandbox.inside.wire import NotData
+from kitae.sandbox.inside.wire import NotData, describe
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -54,8 +54,21 @@ _DATA = {
 }  # fmt: skip
 
 
-def attend(port: CheckerPort, texts: list[str]) -> None:
-    """Prepare this process for the tests.
+def guarded_getattr(guard: Guard) -> Callable[..., Any]:
+    """`getattr` that reads no private attribute by a name which the tests have not written."""
+
+    def read(value: Any, name: Any, *default: Any) -> Any:
+        if isinstance(name, str) and _is_private(name) and type(value) is not Remote:
+            guard.reads(name, [name])
+        return getattr(value, name, *default)
+
+    read.__name__ = read.__qualname__ = "getattr"
+    read.__module__ = "builtins"
+    return read
+
+
+def attend(port: CheckerPort, texts: list[str]) -> Any:
+    """Prepare this process for the tests. Returns the `getattr` that they use.
 
     From their first request on, whatever they compile, unpickle or load may be the candidate's. Every way to do that
     raises one of the interpreter's audit events, so it is refused there, whoever asks: eval, exec, timeit, a library.
@@ -64,7 +77,7 @@ def attend(port: CheckerPort, texts: list[str]) -> None:
     guard = Guard(port, texts)
     sys.addaudithook(guard.hear)
     _guard_fields(guard)
-    sys.unraisablehook = lambda lost: _lose(port, lost.exc_value) if _is_of_tests(lost.exc_traceback) else None
+    sys.unraisablehook = lambda lost: port.ledger.note(lost.exc_value) if _is_of_tests(lost.exc_traceback) else None
     os.register_at_fork(before=lambda: setattr(port, "used", True))  # a fork's requests are not seen here
     text = "\n".join(texts)
     for word, prepare in (
@@ -74,11 +87,16 @@ def attend(port: CheckerPort, texts: list[str]) -> None:
         ("concurrent", _watch_futures),
         ("asyncio", _watch_loops),
         ("multiprocessing", _watch_processes),
+        ("warn", _hear),
+        ("assertlogs", _hear),
+        ("assertnologs", _hear),
+        ("caplog", _hear),
         ("np.", _compare_elements),
         ("numpy", _compare_elements),
     ):
         if word in text.lower():
             prepare(port)
+    return guarded_getattr(guard)
 
 
 def whole(function: Callable[..., Any], *arguments: Any) -> Any:
@@ -351,12 +369,6 @@ _RULES: dict[str, Callable[..., None]] = {
 }
 
 
-def _lose(port: CheckerPort, error: BaseException | None) -> None:
-    """Note what failed where nothing passes it on."""
-    if error is not None:
-        port.lost = port.lost or describe(error)
-
-
 def _is_of_tests(step: Any) -> bool:
     while step is not None and step.tb_frame.f_globals.get("__name__") != TESTS:
         step = step.tb_next
@@ -375,93 +387,85 @@ def _share_seeds(port: CheckerPort) -> None:
     random.seed = both
 
 
+def _hear(port: CheckerPort) -> None:
+    """Pass on what the candidate warns of and logs during a call."""
+    if not port.hearing:
+        port.hearing = True
+        port.ask("listen")
+
+
 def _watch_threads(port: CheckerPort) -> None:
     import threading
 
-    threading.excepthook = lambda lost: _lose(port, lost.exc_value)
+    threading.excepthook = lambda lost: port.ledger.note(lost.exc_value)
 
 
 def _watch_loops(port: CheckerPort) -> None:
     import asyncio
 
     loop = asyncio.BaseEventLoop
-    loop.default_exception_handler = lambda _, context: _lose(port, context.get("exception"))  # type: ignore
+    loop.default_exception_handler = lambda _, context: port.ledger.note(context.get("exception"))  # type: ignore
 
 
 def _watch_futures(port: CheckerPort) -> None:
     from concurrent.futures import Future
     from concurrent.futures import _base as futures
 
-    keep = Future.set_exception
+    def kept(keep: Callable[..., None]) -> Callable[..., None]:
+        def set_exception(self: Any, error: Any) -> None:
+            port.ledger.note(error, kept=True)
+            keep(self, error)
 
-    def set_exception(self: Any, error: Any) -> None:
-        self._kept = [error]
-        port.kept.append(self._kept)
-        keep(self, error)
+        return set_exception
 
-    futures.LOGGER.exception = lambda *_: _lose(port, sys.exc_info()[1])  # type: ignore # what a callback raised
-    Future.set_exception = set_exception  # type: ignore[method-assign, assignment]
-    Future.result = _asked(Future.result)  # type: ignore[method-assign]
-    Future.exception = _asked(Future.exception)  # type: ignore[method-assign]
-
-
-def _asked(give: Callable[..., Any]) -> Callable[..., Any]:
-    """A method that hands out what `self._kept` records, after which it is the tests' to judge."""
-
-    def tell(self: Any, *arguments: Any, **keywords: Any) -> Any:
-        try:
-            return give(self, *arguments, **keywords)
-        finally:
-            vars(self).get("_kept", []).clear()
-
-    return tell
+    futures.LOGGER.exception = lambda *_: port.ledger.note(sys.exc_info()[1])  # type: ignore # what a callback raised
+    Future.set_exception = kept(Future.set_exception)  # type: ignore[method-assign]
+    for name in ("result", "exception"):
+        setattr(Future, name, _asking(port, getattr(Future, name)))
 
 
 def _watch_processes(port: CheckerPort) -> None:
     from multiprocessing.pool import ApplyResult, MapResult
     from multiprocessing.process import BaseProcess
 
-    start, code = BaseProcess.start, BaseProcess.exitcode.fget  # type: ignore[attr-defined]
-
-    def started(self: Any) -> None:
-        start(self)
-        port.processes.append(self)
-
-    def asked(self: Any) -> Any:
-        port.processes[:] = [process for process in port.processes if process is not self]
-        return code(self)
+    code = BaseProcess.exitcode.fget  # type: ignore[attr-defined]
 
     def keeping(put: Callable[..., None]) -> Callable[..., None]:
         def keep(self: Any, i: Any, result: Any) -> None:
             if not result[0] and not self._error_callback:
-                self._kept = [result[1]]
-                port.kept.append(self._kept)
+                port.ledger.note(result[1], kept=True)
             put(self, i, result)
 
         return keep
 
+    def noting(run: Callable[..., int]) -> Callable[..., int]:
+        def ending(self: Any, *arguments: Any, **keywords: Any) -> int:
+            status = run(self, *arguments, **keywords)
+            if status:
+                port.ledger.note(ChildProcessError("a process of the tests has failed"), kept=True)
+            return status
+
+        return ending
+
     results: tuple[Any, ...] = (ApplyResult, MapResult)
     for kind in results:
         kind._set = keeping(kind._set)
-    ApplyResult.get = _asked(ApplyResult.get)  # type: ignore[method-assign]
-    BaseProcess.start = started  # type: ignore[method-assign]
-    BaseProcess.exitcode = property(asked)  # type: ignore[assignment]
+    ApplyResult.get = _asking(port, ApplyResult.get)  # type: ignore[method-assign]
+    BaseProcess._bootstrap = noting(BaseProcess._bootstrap)  # type: ignore[attr-defined]
+    BaseProcess.exitcode = property(_asking(port, code))  # type: ignore[assignment]
 
 
-def review(port: CheckerPort) -> None:
-    """At the end of a test, note an exception that its futures have kept. Where one was asked for, as `map` of a pool
-    does, the others may be left, but for assertions. The same for processes that have failed, if nobody asked how they
-    ended."""
-    for process in port.processes:
-        if (process._popen.poll() or 0) > 0:
-            _lose(port, ChildProcessError("a process of the tests has failed"))
-    port.processes.clear()
-    left = [error for record in port.kept for error in record]
-    asked = len(left) < len(port.kept)
-    for error in left:
-        if not asked or isinstance(error, AssertionError):
-            _lose(port, error)
-    port.kept.clear()
+def _asking(port: CheckerPort, give: Callable[..., Any]) -> Callable[..., Any]:
+    """A method that hands out what was kept, after which it is the tests' to judge."""
+
+    def tell(self: Any, *arguments: Any, **keywords: Any) -> Any:
+        port.ledger.asked = True
+        found = give(self, *arguments, **keywords)
+        if isinstance(found, BaseException):
+            port.ledger.forgive(found)
+        return found
+
+    return tell
 
 
 def _compare_elements(port: CheckerPort) -> None:
@@ -520,8 +524,8 @@ def _keep_failures(port: CheckerPort) -> None:
 
     def noting(add: Callable[..., None]) -> Callable[..., None]:
         def noted(self: Any, test: Any, *problem: Any) -> None:
-            if port.used and problem[-1] is not None:
-                _lose(port, problem[-1][1])
+            if port.used and problem[-1] is not None:  # an exception of its own, which no context can swallow
+                port.ledger.note(AssertionError(describe(problem[-1][1])))
             add(self, test, *problem)
 
         return noted
@@ -531,6 +535,19 @@ def _keep_failures(port: CheckerPort) -> None:
             self.fail("an object of the candidate is no set")
         sets(self, first, second, msg)
 
+    class Failed(AssertionError):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            port.ledger.note(self)
+
+    def as_expected(self: Any, test: Any, problem: Any) -> None:
+        port.ledger.forgive(problem[1])
+        expected(self, test, problem)
+
+    Failed.__name__ = Failed.__qualname__ = "AssertionError"
+    case.failureException = Failed
+    expected = unittest.TestResult.addExpectedFailure
+    unittest.TestResult.addExpectedFailure = as_expected  # type: ignore[method-assign, assignment]
     for name in ("addError", "addFailure", "addSubTest"):  # whoever runs the test, whatever becomes of the result
         setattr(unittest.TestResult, name, noting(getattr(unittest.TestResult, name)))
     case.assertSetEqual = same_sets  # type: ignore[method-assign, assignment]

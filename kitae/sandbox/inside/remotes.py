@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from typing import Any, Protocol, TextIO
 
+    from kitae.sandbox.inside.ledger import Ledger
+
     class Line(Protocol):
         """What a proxy needs of the port: `ask` queries the candidate; the streams are the tests' original ones."""
 
@@ -19,6 +21,11 @@ if TYPE_CHECKING:
 
         @property
         def end(self) -> BaseException | None: ...
+
+        def hear(self) -> None: ...
+
+        lengths: Lengths
+        ledger: Ledger
 
         def ask(self, op: str, *values: Any) -> Any: ...
 
@@ -37,6 +44,37 @@ class Inert:
         self._handle = handle
 
 
+class Lengths:
+    """What objects have said of their lengths. A loop of the tests over fewer items than that would compare too little:
+    `len(got) == 3 and all(a == b for a, b in zip(got, want))`."""
+
+    def __init__(self) -> None:
+        self._said: dict[int, int] = {}  # by handle, since the last request that may change an object
+
+    def changed(self) -> None:
+        self._said.clear()
+
+    def said(self, remote: Remote, length: int) -> int:
+        if length < self._said.setdefault(remote._handle, length):
+            raise self._lie(remote)
+        return length
+
+    def counted(self, remote: Remote, items: Iterator[Any]) -> Iterator[Any]:
+        return self._count(remote, items, self._said[remote._handle]) if remote._handle in self._said else items
+
+    def _count(self, remote: Remote, items: Iterator[Any], length: int) -> Iterator[Any]:
+        count = 0
+        for item in items:
+            count += 1
+            yield item
+        if count < length == self._said.get(remote._handle):
+            raise self._lie(remote)
+
+    def _lie(self, remote: Remote) -> AssertionError:
+        ledger: Ledger = remote._port.ledger
+        return ledger.failed("an object of the candidate has fewer items than its length")
+
+
 class Remote:
     # A proxy for an object of the candidate. It has no docstring, which would be taken for the object's own.
     # `_operable`: whether it takes operands of the tests, see `_binary`; None if that is not known yet.
@@ -52,14 +90,15 @@ class Remote:
         op = "method" if self._kind == "method" else "call"
         if sys.stdin is not port.stdin:
             port.ask("stdin", sys.stdin.read())
-        if sys.stdout is port.stdout:
-            return port.ask(op, self, list(arguments), keywords)
-        port.ask("capture")
+        captures = sys.stdout is not port.stdout
+        if captures:
+            port.ask("capture")
         try:
             return port.ask(op, self, list(arguments), keywords)
         finally:
-            if port.end is None:
+            if captures and port.end is None:
                 sys.stdout.write(port.ask("captured"))
+            port.hear()
 
     def __getattr__(self, name: str) -> Any:
         if name == "__signature__":
@@ -105,10 +144,24 @@ class Remote:
         iterator = self._port.ask("builtin", "iter", self)
         if iterator is self:
             return self
-        return _items(iterator) if type(iterator) is Remote else iter(iterator)
+        items = _items(iterator) if type(iterator) is Remote else iter(iterator)
+        return self._port.lengths.counted(self, items)
+
+    def __len__(self) -> int:
+        lengths: Lengths = self._port.lengths
+        return lengths.said(self, self._port.ask("builtin", "len", self))
 
     def __next__(self) -> Any:
         return self._port.ask("builtin", "next", self)
+
+    def __aiter__(self) -> Any:
+        return self._port.ask("builtin", "aiter", self)
+
+    async def __anext__(self) -> Any:
+        return self._port.ask("anext", self)
+
+    def __await__(self) -> Any:
+        return result_of(self).__await__()
 
     def __contains__(self, item: Any) -> bool:
         if self._operable:
@@ -128,6 +181,16 @@ class Remote:
         # Neither its result nor its own exception can take the place of an exception of the tests.
         try:
             self._port.ask("getattr", self, "__exit__")(None, None, None)
+        except Exception:
+            if details[0] is None:
+                raise
+
+    async def __aenter__(self) -> Any:
+        return await self._port.ask("getattr", self, "__aenter__")()
+
+    async def __aexit__(self, *details: object) -> None:
+        try:
+            await self._port.ask("getattr", self, "__aexit__")(None, None, None)
         except Exception:
             if details[0] is None:
                 raise
@@ -169,11 +232,24 @@ def generator(remote: Remote) -> Any:
         else:
             items, more = port.ask("items", remote, count)
             count = min(2 * count, _BATCH)
-        for i, item in enumerate(items):
-            sent = yield item
-            if sent is not None and i + 1 < len(items):
-                raise NotData("the tests send a value to a generator of the candidate's that is already further on")
+        items.reverse()
+        while items:
+            try:
+                sent = yield items.pop()
+            except Exception as error:
+                _check_place(items)
+                try:
+                    items = [port.ask("throw", remote, type(error), error.args)]
+                except StopIteration as end:
+                    return end.value
+            if sent is not None:
+                _check_place(items)
     return None
+
+
+def _check_place(items: list[Any]) -> None:
+    if items:
+        raise NotData("the tests send a value to a generator of the candidate's that is already further on")
 
 
 def _signature(parameters: list[list[Any]]) -> Any:
@@ -231,7 +307,7 @@ for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul"
 for _name in ("and", "or"):
     setattr(Remote, f"__{_name}__", _binary(f"{_name}_", reflected=False))
     setattr(Remote, f"__r{_name}__", _binary(f"{_name}_", reflected=True))
-for _name in ("len", "bool", "int", "float", "complex", "str", "repr", "abs", "round", "reversed", "format"):
+for _name in ("bool", "int", "float", "complex", "str", "repr", "abs", "round", "reversed", "format"):
     setattr(Remote, f"__{_name}__", _unary("builtin", _name))
 for _name in ("neg", "pos", "invert", "index"):
     setattr(Remote, f"__{_name}__", _unary("operator", _name))

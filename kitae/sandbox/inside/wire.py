@@ -487,6 +487,13 @@ def _numpy(content: Any, dtype: str, shape: list[int]) -> Any:
     return numpy.array(content, dtype=object if dtype == "object" else dtype).reshape(shape)
 
 
+def describe(error: BaseException) -> str:
+    try:
+        return f"{type(error).__name__}: {error}"[:500].removesuffix(": ")
+    except BaseException:
+        return type(error).__name__
+
+
 def read_frame(fd: int) -> bytes:
     """The next frame. Raises `EOFError` if the other end has closed the connection."""
     return _read(fd, frame_size(_read(fd, 8)))

@@ -1,5 +1,5 @@
 """Analysis of the text of tests: where their names come from, which part of their setup the code under test may see,
-and where changes of arguments become visible.
+and which tests are refused.
 """
 
 import ast
@@ -12,133 +12,11 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from kitae.sandbox.sandbox_jobs import Names
+from kitae.verifiers.code.weaving import called
 
-SETTLE = "__settle__()"
-_ENDING = {"next", "__next__", "send", "throw"}  # what may raise StopIteration on purpose
-_CALLERS = {"map", "filter", "filterfalse", "starmap", "takewhile", "dropwhile", "accumulate", "partial"}
-_SCOPES = (ast.Module, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-_CALLING = (ast.Expr, ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Assert, ast.Delete, ast.For, ast.While, ast.With)
 _DEFINING = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Assign, ast.AnnAssign)
 _TYPE_MAKERS = ("namedtuple", "NamedTuple", "Enum", "IntEnum", "NewType", "TypeVar", "TypedDict", "make_dataclass")
 _TYPE_NODES = (ast.Name, ast.Attribute, ast.Subscript, ast.Tuple, ast.Load)
-
-
-@functools.lru_cache(maxsize=4096)
-def settled(text: str) -> str:
-    """Tests whose statements mean what they say, whatever the code under test does.
-
-    `__settle__()` stands between statements: from there on changes of a call's arguments are visible, so that
-    `assert f(xs) == sorted(xs)` does not sort what f has made of xs. A StopIteration does not leave a function, a
-    lambda, or `next` as an argument of `map`, as it does not leave a generator: it would end the loop that calls them,
-    and `all(map(lambda x: next(it) == x, xs))` would pass.
-    """
-    try:
-        return ast.unparse(_Settle().visit(ast.parse(text)))
-    except RecursionError:  # nested too deeply to be unparsed
-        return text
-
-
-class _Settle(ast.NodeTransformer):
-    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
-        ends = node.name != "__next__" and _ending(node) and not _raises_stop(node)
-        self.generic_visit(node)
-        if node.name == "__next__" and any(map(_gives_verdict, ast.walk(node))):
-            _WholeCalls().visit(node)
-        if ends:
-            kept = node.body[: ast.get_docstring(node) is not None]
-            guard = ast.parse("try: pass\nexcept StopIteration: raise RuntimeError('StopIteration in a function')")
-            guarded = guard.body[0]
-            assert isinstance(guarded, ast.Try)
-            guarded.body = node.body[len(kept) :] or guarded.body
-            node.body = [*kept, guarded]
-        return node
-
-    def visit_Lambda(self, node: ast.Lambda) -> ast.AST:
-        ends = _ending(node)
-        self.generic_visit(node)
-        if ends:
-            node.body = _whole(node.body)
-        return node
-
-    def visit_Compare(self, node: ast.Compare) -> ast.AST:
-        self.generic_visit(node)
-        if ast.unparse(node) in ("__name__ == '__main__'", "'__main__' == __name__"):
-            return ast.Constant(True)
-        return node
-
-    def visit_Call(self, node: ast.Call) -> ast.AST:
-        self.generic_visit(node)
-        name = _called(node)
-        if name in _CALLERS:
-            node.args = [_whole_function(a) if _name_of(a) in _ENDING else a for a in node.args]
-        return node
-
-    def generic_visit(self, node: ast.AST) -> ast.AST:
-        super().generic_visit(node)
-        for field in ("body", "orelse", "finalbody"):
-            block = getattr(node, field, None)
-            if isinstance(block, list) and block:
-                setattr(node, field, list(self._woven(block, not isinstance(node, _SCOPES))))
-        return node
-
-    def _woven(self, block: list[ast.stmt], inside: bool) -> Iterator[ast.stmt]:
-        if inside:
-            yield _settle()
-        for statement in block:
-            yield statement
-            if isinstance(statement, _CALLING) and any(isinstance(part, ast.Call) for part in ast.walk(statement)):
-                yield _settle()
-
-
-class _WholeCalls(ast.NodeTransformer):
-    def visit_Call(self, node: ast.Call) -> ast.AST:
-        self.generic_visit(node)
-        return _whole(node) if _called(node) in _ENDING else node
-
-
-def _gives_verdict(node: ast.AST) -> bool:
-    """Whether an iterator of the tests asserts, or returns what a comparison says: it must not end with another one."""
-    match node:
-        case ast.Assert():
-            return True
-        case ast.Return(value=ast.Compare() | ast.BoolOp() | ast.UnaryOp() as value):
-            return any(isinstance(part, ast.Compare) for part in ast.walk(value))
-        case _:
-            return False
-
-
-def _settle() -> ast.stmt:
-    return ast.parse(SETTLE).body[0]
-
-
-def _name_of(node: ast.AST) -> str:
-    """`"map"` for the expressions `map` and `builtins.map`."""
-    return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
-
-
-def _called(node: ast.Call) -> str:
-    return _name_of(node.func)
-
-
-def _ending(node: ast.AST) -> bool:
-    return any(_name_of(part) in _ENDING for part in ast.walk(node))
-
-
-def _raises_stop(node: ast.AST) -> bool:
-    raised = [part.exc for part in ast.walk(node) if isinstance(part, ast.Raise) and part.exc is not None]
-    return any(_name_of(part) == "StopIteration" for found in raised for part in ast.walk(found))
-
-
-def _whole(body: ast.expr) -> ast.expr:
-    nothing = ast.arguments(posonlyargs=[], args=[], kwonlyargs=[], kw_defaults=[], defaults=[])
-    return ast.Call(ast.Name("__whole__", ast.Load()), [ast.Lambda(nothing, body)], [])
-
-
-def _whole_function(function: ast.expr) -> ast.expr:
-    made = ast.parse("lambda *a: __whole__(f, *a)", mode="eval").body
-    assert isinstance(made, ast.Lambda) and isinstance(made.body, ast.Call)
-    made.body.args[0] = function
-    return made
 
 
 @functools.lru_cache(maxsize=4096)
@@ -264,7 +142,7 @@ def _called_in_texts(nodes: Sequence[ast.AST]) -> set[str]:
     texts = [
         part.value
         for node in nodes
-        if isinstance(node, ast.Call) and _called(node) in ("eval", "exec", "timeit", "repeat", "Timer")
+        if isinstance(node, ast.Call) and called(node) in ("eval", "exec", "timeit", "repeat", "Timer")
         for argument in (*node.args[:2], *(word.value for word in node.keywords if word.arg in ("stmt", "setup")))
         for part in ast.walk(argument)
         if isinstance(part, ast.Constant) and isinstance(part.value, str)
@@ -295,7 +173,7 @@ def refusal(setup: str, asserts: tuple[str, ...], entry_point: str = "") -> str:
     for node in nodes:
         if not isinstance(node, ast.Call) or not node.args:
             continue
-        name, told = _called(node), foreign & {name for argument in node.args for name in _names_in(argument)}
+        name, told = called(node), foreign & {name for argument in node.args for name in _names_in(argument)}
         if name in theirs and _JUDGE_RE.fullmatch(name) and told - {name}:
             return f"the tests must define or import {name!r}, which gives the verdict"
         if _runs(node) and not isinstance(node.args[0], ast.JoinedStr) and foreign & _names_in(node.args[0]):
@@ -306,7 +184,7 @@ def refusal(setup: str, asserts: tuple[str, ...], entry_point: str = "") -> str:
 
 def _runs(node: ast.Call) -> bool:
     """Whether a call runs its first argument as a program, or imports what it names."""
-    name = _called(node)
+    name = called(node)
     of_python = isinstance(node.func, ast.Name) or "builtins" in ast.unparse(node.func)
     return name in _RUNNING and (of_python or name not in _BUILT_IN)
 

@@ -125,22 +125,20 @@ def _run_tests(run: _Run, source: Source, tests: Asserts | CheckFunction) -> lis
     A test that fails before it reaches the candidate is an error only if it fails without the candidate too, which may
     have filled the disk or taken the test's folders.
     """
-    order, job = plan(source, tests, run.limits.time_limit)
+    order, job, names = plan(source, tests, run.limits.time_limit)
 
-    def judge(order: Order, waiting: list[str], alone: bool = False) -> tuple[list[Verdict], list[str]]:
+    def judge(order: Order, waiting: slice, alone: bool = False) -> list[Verdict]:
         with run.open(order) as session:
             with suppress(EOFError):  # the first report says so too
-                session.send(packed({**job, "tests": waiting}))
-            return take_verdicts(run.reports(session), waiting, alone)
+                session.send(packed({**job, "tests": job["tests"][waiting]}))
+            return take_verdicts(run.reports(session), names[waiting], alone)
 
     verdicts: list[Verdict] = []
-    waiting = job["tests"]
-    while waiting and run.left > 0:
-        found, rest = judge(order, waiting)
-        if is_doubted(found):
-            judge(without_code(order), waiting[: len(found)], alone=True)
-        verdicts, waiting = verdicts + found, rest
-    return used(verdicts + all_failed(waiting, "no time left for the check"))
+    while (done := len(verdicts)) < len(names) and run.left > 0:
+        verdicts += judge(order, slice(done, None))
+        if is_doubted(verdicts):
+            judge(without_code(order), slice(done, len(verdicts)), alone=True)
+    return used(verdicts + all_failed(names[len(verdicts) :], "no time left for the check"))
 
 
 def _run_cases(run: _Run, language: str, source: Source, tests: Stdio, how: OutputRule) -> list[Verdict]:

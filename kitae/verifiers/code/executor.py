@@ -25,7 +25,7 @@ from kitae.clients.http_client import ask
 from kitae.clients.service import Service
 from kitae.errors import RemoteError, VerifierError
 from kitae.sandbox.boot import PACKAGES, inside_sources
-from kitae.sandbox.sandbox_jobs import Limits, Order, complete_order, packed
+from kitae.sandbox.sandbox_jobs import Job, Limits, Order, complete_order, packed
 from kitae.sandbox.session import Report
 from kitae.types import Score
 from kitae.verifiers.code.extraction import Source, variants
@@ -122,11 +122,12 @@ async def _run_tests(
     service: Service, source: Source, tests: Asserts | CheckFunction, limits: Limits, total_limit: float
 ) -> list[Verdict]:
     """Run tests as locally: those after a test that hangs or kills the candidate run in a new program."""
-    order, job = plan(source, tests, limits.time_limit)
+    order, job, names = plan(source, tests, limits.time_limit)
     program = f"PACKAGES = {PACKAGES}\nSOURCES = {inside_sources()!r}\nMARK = {_MARK!r}\n{_PROGRAM}"
 
-    async def judge(order: Order, waiting: list[str], alone: bool = False) -> tuple[list[Verdict], list[str]]:
-        parts = (packed(complete_order(order, limits), _MARSHAL), packed({**job, "tests": waiting}, _MARSHAL))
+    async def judge(order: Order, waiting: slice, alone: bool = False) -> list[Verdict]:
+        told: Job = {**job, "tests": job["tests"][waiting]}
+        parts = (packed(complete_order(order, limits), _MARSHAL), packed(told, _MARSHAL))
         frames = b"".join(map(_frame, parts))
         stdin = base64.b64encode(frames).decode()
         report = await _post(service, "python", program, stdin, total_limit, 2 * limits.memory_mb)
@@ -134,15 +135,13 @@ async def _run_tests(
         if not reports or reports[0].status != "ready":
             raise VerifierError(f"the checker must start on the server, got {report.status}: {report.detail[-300:]!r}")
         ending = Report("timeout" if report.status == "timeout" else "gone", report.detail or "the program ended", b"")
-        return take_verdicts(itertools.chain(reports[1:], itertools.repeat(ending)), waiting, alone)
+        return take_verdicts(itertools.chain(reports[1:], itertools.repeat(ending)), names[waiting], alone)
 
     verdicts: list[Verdict] = []
-    waiting = job["tests"]
-    while waiting:
-        found, rest = await judge(order, waiting)
-        if is_doubted(found):
-            await judge(without_code(order), waiting[: len(found)], alone=True)
-        verdicts, waiting = verdicts + found, rest
+    while (done := len(verdicts)) < len(names):
+        verdicts += await judge(order, slice(done, None))
+        if is_doubted(verdicts):
+            await judge(without_code(order), slice(done, len(verdicts)), alone=True)
     return used(verdicts)
 
 

@@ -3,17 +3,19 @@
 import functools
 import math
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from kitae.errors import VerifierError
 from kitae.sandbox.backends import find_program
 from kitae.sandbox.sandbox_jobs import Job, Limits, Order
 from kitae.types import Score
-from kitae.verifiers.code.analysis import as_assert, names_of, settled, visible_setup
+from kitae.verifiers.code.analysis import as_assert, names_of, visible_setup
 from kitae.verifiers.code.extraction import Source, completions, defines, extract_code, typing_names, variants
 from kitae.verifiers.code.languages import LANGUAGES
 from kitae.verifiers.code.references import Asserts, Calls, CheckFunction, Stdio, Tests, read_tests
 from kitae.verifiers.code.verdicts import OutputRule, wrong
+from kitae.verifiers.code.weaving import settled
 
 COMPILE_LIMIT = 30.0
 _MAX_CODE = 2**20  # characters
@@ -43,8 +45,9 @@ def prepare(
     return source, tests
 
 
-def plan(source: Source, tests: Asserts | CheckFunction, time_limit: float) -> tuple[Order, Job]:
-    """The order that loads the candidate, and the job of the checker, which the candidate must not see."""
+def plan(source: Source, tests: Asserts | CheckFunction, time_limit: float) -> tuple[Order, Job, Sequence[str]]:
+    """The order that loads the candidate; the job of the checker, which the candidate must not see; and its tests as
+    they are shown."""
     if isinstance(tests, Asserts):
         return (
             {
@@ -62,6 +65,7 @@ def plan(source: Source, tests: Asserts | CheckFunction, time_limit: float) -> t
                 "tests": [settled(as_assert(test)) for test in tests.asserts],
                 "time_limit": time_limit,
             },
+            tests.asserts,
         )
     names = names_of(tests.check, (), tests.entry_point)
     whole = defines(source.text, [tests.entry_point])
@@ -81,6 +85,7 @@ def plan(source: Source, tests: Asserts | CheckFunction, time_limit: float) -> t
             "tests": ["check(__candidate__)"],
             "time_limit": time_limit,
         },
+        ["check(candidate)"],
     )
 
 

@@ -10,7 +10,6 @@ from kitae.errors import VerifierError
 from kitae.sandbox.inside.checker import UNUSED
 from kitae.sandbox.session import Report
 from kitae.types import Score
-from kitae.verifiers.code.analysis import SETTLE
 
 _MAX_DETAIL = 300
 
@@ -57,25 +56,24 @@ class Verdict:
     unused: bool = False
 
 
-def take_verdicts(reports: Iterator[Report], tests: list[str], alone: bool = False) -> tuple[list[Verdict], list[str]]:
-    """The verdicts in a checker's reports, and the tests that it did not reach. alone: no candidate was there, so that
+def take_verdicts(reports: Iterator[Report], tests: Sequence[str], alone: bool = False) -> list[Verdict]:
+    """The verdicts in a checker's reports, on the first tests or all of them. alone: no candidate was there, so that
     tests which fail before they reach it are at fault."""
     loaded = next(reports)
     if loaded.status != "loaded":
-        return all_failed(tests, complaint(loaded)), []
+        return all_failed(tests, complaint(loaded))
     verdicts: list[Verdict] = []
     for number, test in enumerate(tests):
         report = next(reports)
         if report.status == "error" or (report.status == "unsure" and alone):
             raise VerifierError(report.detail)
         if report.status == "broken":
-            return verdicts + all_failed(tests[number:], report.detail), []
-        told = brief(test.replace(SETTLE, ""))
+            return verdicts + all_failed(tests[number:], report.detail)
         unused = report.status == "unsure" or (report.status == "passed" and report.detail == UNUSED)
-        verdicts.append(Verdict(report.status == "passed", f"{told}: {complaint(report)}", unused))
+        verdicts.append(Verdict(report.status == "passed", f"{brief(test)}: {complaint(report)}", unused))
         if report.status not in ("passed", "failed"):
-            return verdicts, tests[number + 1 :]
-    return verdicts, []
+            break
+    return verdicts
 
 
 def is_doubted(verdicts: Sequence[Verdict]) -> bool:
