@@ -17,8 +17,8 @@ _REFUSED = (
     *((29, 194), (64, 190), (68, 186), (240, 180)),  # shared memory, semaphores and queues outside all limits
 )
 _UNKNOWN = ((319, 279), (447, 447), (425, 425), (426, 426), (427, 427), (435, 435))  # memfd*, io_uring*, clone3
-# Limits, processors and priorities of a process (prlimit, sched_set*, move_pages), whose first argument must be 0: those
-# of the checker are not the candidate's to change.
+# Limits, processors and priorities of a process (prlimit, sched_set*, move_pages): the first argument must be 0, as
+# those of the checker are not the candidate's to change.
 _OF_OTHERS = ((302, 261), (203, 122), (144, 119), (142, 118), (314, 274), (279, 239), (256, 238))
 _CLONE, _SOCKET = (56, 220), (41, 198)
 _NEW_NAMESPACES = 0x7E020000
