@@ -1,9 +1,9 @@
 """What runs inside the sandbox. `warden` is its first process; `candidate` and `checker` are the two ends of a `wire`;
-`usage` measures resources; `ledger`, `port`, `remotes` and `precautions` belong to the checker; `console` runs code
+`usage` measures resources; `failures`, `port`, `remotes` and `precautions` belong to the checker; `console` runs code
 cell by cell.
 
 These modules are sent to a bare interpreter as code and not as files, so they import only each other and C modules that
 load fast. `MODULES` names them in an order in which they can be loaded.
 """
 
-MODULES = ("usage", "wire", "candidate", "ledger", "remotes", "port", "precautions", "checker", "console", "warden")
+MODULES = ("usage", "wire", "candidate", "failures", "remotes", "port", "precautions", "checker", "console", "warden")

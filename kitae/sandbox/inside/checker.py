@@ -17,7 +17,7 @@ from the next statement of the tests on, so that `assert f(xs) == sorted(xs)` so
 made of it.
 
 What cannot pass: an exception that a context manager of the candidate suppresses; an assertion that fails and is caught
-by anything but the tests' own text (`Ledger`), be it a function that the tests passed to the candidate, a thread, a
+by anything but the tests' own text (`Failures`), be it a function that the tests passed to the candidate, a thread, a
 future, a process, a test case or a handler of a log; SystemExit; an exception that ends a loop of the tests early
 (`CheckerPort._escaped`, `whole`); an object with fewer items than its length (`Lengths`); text of the candidate that is
 run here (`Guard`).
@@ -86,7 +86,7 @@ def check(fd: int, usage: Usage, job: Job, report: Callable[[str, str], None]) -
             status, detail = _judge(port, error, job["imports"])
             if test is None and status == "failed":
                 status, detail = "broken", f"the setup of the tests raised {detail}"
-        if lost := port.ledger.settle():
+        if lost := port.failures.settle():
             status, detail = "failed", lost
         if port.end is not None:  # even if a test caught the exception
             status, detail = "timeout" if isinstance(port.end, TimeUp) else "gone", str(port.end)
@@ -146,9 +146,9 @@ def make_namespace(port: CheckerPort, job: Job, texts: list[str]) -> dict[str, A
             namespace[name] = port.lookup(name)
     if job["entry_point"]:
         namespace["__candidate__"] = port.lookup(job["entry_point"])
-    ledger = port.ledger
-    namespace.update(__settle__=port.settle, __whole__=whole, __failed__=ledger.failed, __caught__=ledger.caught)
-    namespace.update(__again__=ledger.again, __leaving__=ledger.leaving, __expected__=ledger.expected)
+    failures = port.failures
+    namespace.update(__settle__=port.settle, __whole__=whole, __failed__=failures.failed, __caught__=failures.caught)
+    namespace.update(__again__=failures.again, __leaving__=failures.leaving, __expected__=failures.expected)
     namespace.setdefault("getattr", guarded)
     exec(compile(job["setup"], "setup", "exec", dont_inherit=True), namespace)
     return namespace

@@ -9,7 +9,7 @@ import sys
 from _json import encode_basestring_ascii
 
 from kitae.sandbox.inside.candidate import KINDS, NAME
-from kitae.sandbox.inside.ledger import Ledger
+from kitae.sandbox.inside.failures import Failures
 from kitae.sandbox.inside.remotes import Inert, Lengths, Remote, generator, result_of
 from kitae.sandbox.inside.usage import Clock
 from kitae.sandbox.inside.wire import NotData, Port, describe, frame_size, hides, pack, shareable, unpack
@@ -78,7 +78,7 @@ class CheckerPort(Port):
         self.stdin, self.stdout = sys.stdin, sys.stdout
         self.used = False
         self.empty: Any = None  # the class of numpy arrays without elements, once the tests use numpy
-        self.ledger = Ledger()
+        self.failures = Failures()
         self.lengths = Lengths()
         self.hearing = False
         self.end: TimeUp | Gone | None = None
@@ -93,13 +93,13 @@ class CheckerPort(Port):
             return step(*arguments)
         except (TimeUp, Gone) as end:
             self.end = end
-            self.ledger.note(end)
+            self.failures.note(end)
             raise
         except (OSError, EOFError):
             self.end = Gone("the candidate ended its process")
         except BaseException as problem:
             self.end = Gone(f"the candidate broke the protocol: {describe(problem)}")
-        self.ledger.note(self.end)
+        self.failures.note(self.end)
         raise self.end from None
 
     def _watch(self) -> None:
@@ -160,9 +160,9 @@ class CheckerPort(Port):
                 self.lengths.changed()
             self.used = self.used or op not in ("has", "name", "seed")
             refs, nodes, given = self.encode(values)
-            self.ledger.asking(True)
+            self.failures.asking(True)
             answer = self._exchange([op, refs, nodes])
-            self.ledger.asking(False)
+            self.failures.asking(False)
             self._operable = _makes_operable(op, *values)
             try:
                 return self.trust(self._accept, answer, given)
@@ -346,7 +346,7 @@ class CheckerPort(Port):
             return ["ok", *self.encode([result])[:2]]
         except Exception as error:
             if isinstance(error, AssertionError) and is_own(error):
-                self.ledger.note(error)
+                self.failures.note(error)
             kind = next(c.__name__ for c in type(error).__mro__ if c.__module__ == "builtins")
             try:
                 return ["raised", kind, *self.encode(error.args)[:2]]

@@ -77,7 +77,7 @@ def attend(port: CheckerPort, texts: list[str]) -> Any:
     guard = Guard(port, texts)
     sys.addaudithook(guard.hear)
     _guard_fields(guard)
-    sys.unraisablehook = lambda lost: port.ledger.note(lost.exc_value) if _is_of_tests(lost.exc_traceback) else None
+    sys.unraisablehook = lambda lost: port.failures.note(lost.exc_value) if _is_of_tests(lost.exc_traceback) else None
     os.register_at_fork(before=lambda: setattr(port, "used", True))  # a fork's requests are not seen here
     text = "\n".join(texts)
     for word, prepare in (
@@ -397,14 +397,14 @@ def _hear(port: CheckerPort) -> None:
 def _watch_threads(port: CheckerPort) -> None:
     import threading
 
-    threading.excepthook = lambda lost: port.ledger.note(lost.exc_value)
+    threading.excepthook = lambda lost: port.failures.note(lost.exc_value)
 
 
 def _watch_loops(port: CheckerPort) -> None:
     import asyncio
 
     loop = asyncio.BaseEventLoop
-    loop.default_exception_handler = lambda _, context: port.ledger.note(context.get("exception"))  # type: ignore
+    loop.default_exception_handler = lambda _, context: port.failures.note(context.get("exception"))  # type: ignore
 
 
 def _watch_futures(port: CheckerPort) -> None:
@@ -413,12 +413,12 @@ def _watch_futures(port: CheckerPort) -> None:
 
     def kept(keep: Callable[..., None]) -> Callable[..., None]:
         def set_exception(self: Any, error: Any) -> None:
-            port.ledger.note(error, kept=True)
+            port.failures.note(error, kept=True)
             keep(self, error)
 
         return set_exception
 
-    futures.LOGGER.exception = lambda *_: port.ledger.note(sys.exc_info()[1])  # type: ignore # what a callback raised
+    futures.LOGGER.exception = lambda *_: port.failures.note(sys.exc_info()[1])  # type: ignore # what a callback raised
     Future.set_exception = kept(Future.set_exception)  # type: ignore[method-assign]
     for name in ("result", "exception"):
         setattr(Future, name, _asking(port, getattr(Future, name)))
@@ -433,7 +433,7 @@ def _watch_processes(port: CheckerPort) -> None:
     def keeping(put: Callable[..., None]) -> Callable[..., None]:
         def keep(self: Any, i: Any, result: Any) -> None:
             if not result[0] and not self._error_callback:
-                port.ledger.note(result[1], kept=True)
+                port.failures.note(result[1], kept=True)
             put(self, i, result)
 
         return keep
@@ -442,7 +442,7 @@ def _watch_processes(port: CheckerPort) -> None:
         def ending(self: Any, *arguments: Any, **keywords: Any) -> int:
             status = run(self, *arguments, **keywords)
             if status:
-                port.ledger.note(ChildProcessError("a process of the tests has failed"), kept=True)
+                port.failures.note(ChildProcessError("a process of the tests has failed"), kept=True)
             return status
 
         return ending
@@ -459,10 +459,10 @@ def _asking(port: CheckerPort, give: Callable[..., Any]) -> Callable[..., Any]:
     """A method that hands out what was kept, after which it is the tests' to judge."""
 
     def tell(self: Any, *arguments: Any, **keywords: Any) -> Any:
-        port.ledger.asked = True
+        port.failures.asked = True
         found = give(self, *arguments, **keywords)
         if isinstance(found, BaseException):
-            port.ledger.forgive(found)
+            port.failures.forgive(found)
         return found
 
     return tell
@@ -525,7 +525,7 @@ def _keep_failures(port: CheckerPort) -> None:
     def noting(add: Callable[..., None]) -> Callable[..., None]:
         def noted(self: Any, test: Any, *problem: Any) -> None:
             if port.used and problem[-1] is not None:  # an exception of its own, which no context can swallow
-                port.ledger.note(AssertionError(describe(problem[-1][1])))
+                port.failures.note(AssertionError(describe(problem[-1][1])))
             add(self, test, *problem)
 
         return noted
@@ -538,10 +538,10 @@ def _keep_failures(port: CheckerPort) -> None:
     class Failed(AssertionError):
         def __init__(self, *arguments: Any) -> None:
             super().__init__(*arguments)
-            port.ledger.note(self)
+            port.failures.note(self)
 
     def as_expected(self: Any, test: Any, problem: Any) -> None:
-        port.ledger.forgive(problem[1])
+        port.failures.forgive(problem[1])
         expected(self, test, problem)
 
     Failed.__name__ = Failed.__qualname__ = "AssertionError"

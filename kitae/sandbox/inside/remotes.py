@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from typing import Any, Protocol, TextIO
 
-    from kitae.sandbox.inside.ledger import Ledger
+    from kitae.sandbox.inside.failures import Failures
 
     class Line(Protocol):
         """What a proxy needs of the port: `ask` queries the candidate; the streams are the tests' original ones."""
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
         def hear(self) -> None: ...
 
         lengths: Lengths
-        ledger: Ledger
+        failures: Failures
 
         def ask(self, op: str, *values: Any) -> Any: ...
 
@@ -71,8 +71,8 @@ class Lengths:
             raise self._lie(remote)
 
     def _lie(self, remote: Remote) -> AssertionError:
-        ledger: Ledger = remote._port.ledger
-        return ledger.failed("an object of the candidate has fewer items than its length")
+        failures: Failures = remote._port.failures
+        return failures.failed("an object of the candidate has fewer items than its length")
 
 
 class Remote:

@@ -24,7 +24,7 @@ def settled(text: str) -> str:
       `assert f(xs) == sorted(xs)` does not sort what f has made of xs.
     - A StopIteration does not leave a function, a lambda, or `next` as an argument of `map`, as it does not leave a
       generator: it would end the loop that calls them, and `all(map(lambda x: next(it) == x, xs))` would pass.
-    - An assertion enters its failure in the `Ledger`; handlers and context managers of the tests take it out.
+    - An assertion enters its failure in the `Failures`; handlers and context managers of the tests take it out.
     """
     try:
         return ast.unparse(ast.fix_missing_locations(_Weaver().visit(ast.parse(text))))

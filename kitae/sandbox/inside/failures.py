@@ -16,7 +16,7 @@ _SLOTS = 4096  # of shared memory, one for each process of the tests
 _KEPT, _LOST, _ASKING = 1, 2, 4
 
 
-class Ledger:
+class Failures:
     """What has failed and was not caught by the tests' own text, which alone may say that a failure is none.
 
     A test fails by an exception, and whatever calls a part of it may drop that: a thread, a future, a handler of a log,
@@ -111,15 +111,15 @@ class Leaving:
     """Stands around a context manager of the tests and within it: `with w, context, w`. What leaves the inner one and
     not the outer one, the context manager has swallowed, which stands in the tests."""
 
-    def __init__(self, ledger: Ledger) -> None:
-        self._ledger, self._error, self._left = ledger, None, False
+    def __init__(self, failures: Failures) -> None:
+        self._failures, self._error, self._left = failures, None, False
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         if self._left and error is None:
-            self._ledger.forgive(self._error)
+            self._failures.forgive(self._error)
         self._left, self._error = True, error
 
     async def __aenter__(self) -> None:
