@@ -9,26 +9,30 @@ numbers need not be that number, and what is left of it would grow to an advanta
 Statistics are computed in float64, in which sums and squares of what float32 holds neither overflow nor vanish.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from math import comb
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from pydantic import Field
 
 from kitae.algorithms.filters import has_variance
-from kitae.algorithms.requirements import Trait, has
+from kitae.algorithms.requirements import Trait, has, refuses
 from kitae.algorithms.reward_shaping import Wide, narrow
 from kitae.types import FloatArray, IntArray
 
-Whitening = Literal["none", "tokens", "samples", "scale"]
+Whitening = Literal["none", "tokens", "samples", "scale", "successes"]
 Ddof = Annotated[Literal[0, 1], Field(description="1: deviation of a sample, 0: of the whole.")]
 Epsilon = Annotated[float, Field(ge=0, description="Added to the deviation, or to the mean.")]
 K = Annotated[int, Field(ge=1, description="The k of pass-at-k.")]
 CorrectAbove = Annotated[float, Field(description="Scores above this are correct.")]
 Gamma = Annotated[float, Field(gt=0, le=1, description="Discount per token.")]
 Lambda = Annotated[float, Field(ge=0, le=1, description="The λ of GAE.")]
+Rewards = Annotated[
+    tuple[str, ...], Field(description="The components of a score that are rewards of their own; none: all of them.")
+]
+RewardWeights = Annotated[tuple[float, ...], Field(description="The weight of each of `rewards`; none: 1 each.")]
 RewardCoef = Annotated[float, Field(ge=0, description="Weight of the reward beside the reverse KL.")]
 
 
@@ -38,12 +42,14 @@ class GroupRewards:
 
     rewards are shaped (S1) and, where the KL penalty is part of the reward, less the penalty of the whole response;
     scores are raw; lengths count loss tokens. greedy: the reward of the greedy response, where a function needs it.
+    components: the parts of each score by name, NaN where a response has none of that name.
     """
 
     rewards_G: FloatArray
     scores_G: FloatArray
     lengths_G: IntArray
     greedy: float | None = None
+    components: Mapping[str, FloatArray] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +68,11 @@ class SequenceRewards:
     logp_old_T: FloatArray | None = None
     logp_ref_T: FloatArray | None = None
     logp_teacher_T: FloatArray | None = None
+
+
+def _a_weight_for_each(s: Mapping[str, Any]) -> Iterator[str]:
+    if s["weights"] and len(s["weights"]) != len(s["rewards"]):
+        yield f"weights must have one for each of the {len(s['rewards'])} rewards, got {len(s['weights'])}"
 
 
 # On groups.
@@ -123,6 +134,37 @@ def mean_scaled(group: GroupRewards, *, epsilon: Epsilon = 1e-6) -> FloatArray:
     if mean <= 0:
         return np.zeros_like(group.rewards_G)
     return narrow(_centred(group) / (mean + epsilon))
+
+
+@has(Trait.PEERS)
+def best_margin(group: GroupRewards, *, ddof: Ddof = 1, epsilon: Epsilon = 1e-6) -> FloatArray:
+    """(R − the second best R) / (std + ε) for the best of the group, 0 for the others: what the best one adds."""
+    found = np.zeros_like(group.rewards_G)
+    if has_variance(group.rewards_G):
+        second, best = np.sort(_wide(group))[-2:]
+        found[int(group.rewards_G.argmax())] = (best - second) / _spread(group, ddof, epsilon)
+    return found
+
+
+@has(Trait.PEERS | Trait.BLIND)
+@refuses(_a_weight_for_each)
+def each_zscore(
+    group: GroupRewards,
+    *,
+    ddof: Ddof = 1,
+    epsilon: Epsilon = 1e-6,
+    rewards: Rewards = (),
+    weights: RewardWeights = (),
+) -> FloatArray:
+    """Σ_k weight_k (R_k − mean_k) / (std_k + ε): each component of the score in the group by itself, then added."""
+    found = np.zeros(len(group.rewards_G), dtype=np.float64)
+    names = rewards or tuple(sorted(group.components))
+    for name, weight in zip(names, weights or (1.0,) * len(names), strict=True):
+        values_G = group.components.get(name, np.full_like(group.rewards_G, np.nan))
+        given_G = np.isfinite(values_G)
+        part = replace(group, rewards_G=values_G[given_G])
+        found[given_G] += weight * group_zscore(part, ddof=ddof, epsilon=epsilon).astype(np.float64)
+    return narrow(found)
 
 
 @has(Trait.PEERS | Trait.BLIND)
@@ -191,6 +233,8 @@ ADVANTAGES: Mapping[str, Callable[..., FloatArray]] = {
     "leave-one-out": leave_one_out,
     "length-weighted": length_weighted,
     "mean-scaled": mean_scaled,
+    "best-margin": best_margin,
+    "each-zscore": each_zscore,
     "pass-at-k": pass_at_k,
     "returns": returns,
     "greedy": greedy,
@@ -199,14 +243,26 @@ ADVANTAGES: Mapping[str, Callable[..., FloatArray]] = {
 }
 
 
-def whiten(advantages: Sequence[FloatArray], kind: Whitening, ddof: int = 1) -> list[FloatArray]:
+def whiten(
+    advantages: Sequence[FloatArray],
+    kind: Whitening,
+    ddof: int = 1,
+    *,
+    epsilon: float = 0.0,
+    rewards: Sequence[float] = (),
+) -> list[FloatArray]:
     """Normalise the advantages of a step, one array of tokens for each sample.
 
     tokens: by mean and deviation of all tokens. samples: by those of the samples, each counted once. scale: divide by
-    the deviation of the samples and do not centre, so that groups without signal keep exactly 0.
+    the deviation of the samples and do not centre, so that groups without signal keep exactly 0. successes: divide by
+    the share of samples whose reward is not 0, so that a step in which few succeed moves the policy as far. epsilon is
+    added to a deviation.
     """
     if kind == "none" or not advantages:
         return list(advantages)
+    if kind == "successes":
+        factor = len(rewards) / max(1, int(np.count_nonzero(rewards)))
+        return [narrow(a.astype(np.float64) * factor) for a in advantages]
     if kind == "tokens":
         each = np.concatenate(advantages).astype(np.float64)
     else:
@@ -214,7 +270,7 @@ def whiten(advantages: Sequence[FloatArray], kind: Whitening, ddof: int = 1) -> 
     if not has_variance(each):
         return [np.zeros_like(a) if kind != "scale" else a for a in advantages]
     shift = 0.0 if kind == "scale" else float(each.mean())
-    deviation = float(np.sqrt(each.var(ddof=ddof) + 1e-8))
+    deviation = float(np.sqrt(each.var(ddof=ddof) + 1e-8)) + epsilon
     return [narrow((a.astype(np.float64) - shift) / deviation) for a in advantages]
 
 

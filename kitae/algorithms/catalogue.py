@@ -56,7 +56,7 @@ def choices(stage: Stage) -> Iterator[tuple[str, str, str]]:
     for name, function in stage.choices.items():
         text = " ".join((function.__doc__ or "").strip().split("\n\n")[0].split())
         parts = keyword_settings(function).items()
-        settings = [key if p.default is p.empty else f"{key} = {p.default:g}" for key, p in parts]
+        settings = [key if p.default is p.empty else f"{key} = {_told(p.default)}" for key, p in parts]
         yield name, text, ", ".join(settings)
 
 
@@ -78,3 +78,9 @@ def differences(name: str) -> dict[str, Any]:
         table = value if isinstance(value, dict) else {"name": value}
         found |= {key if setting == "name" else f"{key}.{setting}": x for setting, x in table.items()}
     return found
+
+
+def _told(default: object) -> str:
+    if isinstance(default, bool):
+        return "true" if default else "false"
+    return "()" if default == () else f"{default:g}"

@@ -202,7 +202,7 @@ class AlgorithmConfig(Section):
                 f"{self.aggregation.name!r}: it would count the one ratio of a response once for each of its tokens"
             )
         yield from self._correction_contradictions()
-        if self.advantage.whiten in ("samples", "scale") and Trait.TOKENS in advantage:
+        if self.advantage.whiten in ("samples", "scale", "successes") and Trait.TOKENS in advantage:
             yield (
                 f"algorithm.advantage.whiten {self.advantage.whiten!r} needs one advantage per sample, but advantage "
                 f"{self.advantage.name!r} gives one per token: use 'tokens'"
@@ -300,6 +300,10 @@ def _idle(
     own = any(is_plugin(tables[key]["name"]) for key in STAGES)  # such a function may need anything
     if Trait.BLIND in traits["advantage"]:
         yield "shaping", all_of("shaping"), "advantages that read rewards"
+    if tables["shaping"].get("norm") != "batch":
+        yield "shaping", {"norm_ddof", "norm_epsilon"}, "shaping.norm 'batch'"
+    if tables["advantage"].get("whiten", "none") in ("none", "successes"):
+        yield "advantage", {"whiten_epsilon"}, "advantage.whiten 'tokens', 'samples' or 'scale'"
     if Trait.RATIOLESS in traits["gate"]:
         yield "ratio", all_of("ratio"), "gates that read a ratio, which 'likelihood' and 'divergence' do not"
     if Trait.VALUES not in traits["advantage"] and not own:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 Floor = Annotated[float, Field(ge=0, le=1, description="Smallest weight.")]
 Cap = Annotated[float, Field(gt=0, description="Largest weight.")]
+Bottom = Annotated[float, Field(ge=0, le=1, description="Sequences of a smaller weight are dropped.")]
 Low = Annotated[float, Field(ge=0, description="Smaller weights become 0.")]
 High = Annotated[float, Field(gt=0, description="Larger weights become 0.")]
 GeometricLow = Annotated[float, Field(ge=0, description="Smallest accepted mean weight of a response.")]
@@ -92,10 +93,10 @@ def geometric_tis(tokens: TokenBatch, *, floor: Floor = 0.0, cap: Cap = 2.0) -> 
 
 @has(Trait.MISMATCH)
 @refuses(_cap_of_at_least_one)
-def sequence_mask(tokens: TokenBatch, *, cap: Cap = 2.0) -> Tensor:
-    """Π w of the whole sequence where it is at most cap, else 0."""
+def sequence_mask(tokens: TokenBatch, *, bottom: Bottom = 0.0, cap: Cap = 2.0) -> Tensor:
+    """Π w of the whole sequence where it is at least bottom and at most cap, else 0."""
     product_N = _product(tokens)
-    return product_N.where(product_N <= cap, product_N.new_zeros(()))
+    return product_N.where((product_N >= bottom) & (product_N <= cap), product_N.new_zeros(()))
 
 
 @refuses(_band("geometric_low", "geometric_high"))

@@ -32,6 +32,12 @@ RejectBelow = Annotated[float, Field(ge=0, lt=1, description="Ratios below this 
 CovShare = Annotated[
     float, Field(gt=0, le=1, description="Share of the step's tokens, those of highest covariance, that is held.")
 ]
+KLLimit = Annotated[float, Field(gt=0, description="Largest KL of the two-way choice between a token and all others.")]
+BothSides = Annotated[bool, Field(description="Mask a token that is too far off also where its ratio moves back to 1.")]
+RatioCap = Annotated[float, Field(ge=0, description="Largest ratio that the gradient carries; 0: any.")]
+Power = Annotated[float, Field(gt=0, description="How fast the weight grows with a small ratio.")]
+Decay = Annotated[float, Field(gt=0, description="How fast the weight falls with a large ratio.")]
+Pull = Annotated[float, Field(gt=0, description="Weight of the squared log-ratio.")]
 CovCoef = Annotated[float, Field(ge=0, description="Weight of |log r| where kl-cov holds a token.")]
 
 
@@ -104,13 +110,47 @@ def mask(ratio_N: Tensor, tokens: TokenBatch, *, clip_low: ClipLow = 0.2, clip_h
 
 
 @has(Trait.SINGLE)
-def divergence_mask(ratio_N: Tensor, tokens: TokenBatch, *, tv_limit: TVLimit = 0.15) -> Tensor:
+def divergence_mask(
+    ratio_N: Tensor,
+    tokens: TokenBatch,
+    *,
+    tv_limit: TVLimit = 0.15,
+    both_sides: BothSides = False,
+    ratio_cap: RatioCap = 0.0,
+) -> Tensor:
     """−M A r with M = 0 where r moves away from 1 with A and |π_θ − π_anchor| of the token exceeds tv_limit."""
-    advantage_N, r_N = tokens.advantage_N, ratio_N.detach()
-    probability_N = tokens.logp_N.detach().exp()
-    far_N = (probability_N - probability_N / r_N).abs() > tv_limit
-    away_N = ((advantage_N > 0) & (r_N > 1)) | ((advantage_N < 0) & (r_N < 1))
-    return (-advantage_N * ratio_N).masked_fill(far_N & away_N, 0.0)
+    p_N, anchor_N = _probabilities(ratio_N, tokens)
+    far_N = (p_N - anchor_N).abs() > tv_limit
+    return _unless_far(ratio_N, tokens, far_N if both_sides else far_N & _away(ratio_N, tokens), ratio_cap)
+
+
+@has(Trait.SINGLE)
+def kl_mask(ratio_N: Tensor, tokens: TokenBatch, *, kl_limit: KLLimit = 0.05, ratio_cap: RatioCap = 0.0) -> Tensor:
+    """−M A r with M = 0 where r moves away from 1 with A and p log(p/π) + (1−p) log((1−p)/(1−π)) exceeds kl_limit.
+
+    p is the token's probability under the anchor: the divergence is that of the choice between it and all others.
+    """
+    p_N, anchor_N = _probabilities(ratio_N, tokens)
+    rest_N, anchor_rest_N = (1 - p_N).clamp(min=1e-8), (1 - anchor_N).clamp(min=1e-8)
+    kl_N = -anchor_N * ratio_N.detach().log() + (1 - anchor_N) * (anchor_rest_N / rest_N).log()
+    return _unless_far(ratio_N, tokens, (kl_N > kl_limit) & _away(ratio_N, tokens), ratio_cap)
+
+
+def _probabilities(ratio_N: Tensor, tokens: TokenBatch) -> tuple[Tensor, Tensor]:
+    """Of each token, under π_θ and under the anchor of the ratio."""
+    p_N = tokens.logp_N.detach().exp()
+    return p_N, p_N / ratio_N.detach()
+
+
+def _away(ratio_N: Tensor, tokens: TokenBatch) -> Tensor:
+    """Where the update would move the ratio further from 1."""
+    advantage_N = tokens.advantage_N
+    return ((advantage_N > 0) & (ratio_N.detach() > 1)) | ((advantage_N < 0) & (ratio_N.detach() < 1))
+
+
+def _unless_far(ratio_N: Tensor, tokens: TokenBatch, far_N: Tensor, cap: float) -> Tensor:
+    bounded_N = ratio_N * (cap / ratio_N.detach()).clamp(max=1) if cap else ratio_N
+    return (-tokens.advantage_N * bounded_N).masked_fill(far_N, 0.0)
 
 
 @has(Trait.SLOPE)
@@ -175,6 +215,29 @@ def kl_cov(ratio_N: Tensor, tokens: TokenBatch, *, cov_share: CovShare = 2e-4, c
     return -tokens.advantage_N * ratio_N + cov_coef * ratio_N.log().abs().masked_fill(~held_N, 0.0)
 
 
+def gamma(
+    ratio_N: Tensor,
+    tokens: TokenBatch,
+    *,
+    power_positive: Power = 2.0,
+    decay_positive: Decay = 3.0,
+    power_negative: Power = 3.0,
+    decay_negative: Decay = 2.0,
+) -> Tensor:
+    """−sg[r^k e^(λ (1 − r))] A log π_θ, k and λ by the sign of A: a weight of 1 at r = 1 that falls on both sides."""
+    r_N, advantage_N = ratio_N.detach(), tokens.advantage_N
+    good_N = advantage_N >= 0
+    power_N = r_N.new_full((), power_positive).where(good_N, r_N.new_full((), power_negative))
+    decay_N = r_N.new_full((), decay_positive).where(good_N, r_N.new_full((), decay_negative))
+    return -(power_N * r_N.clamp(min=1e-8).log() + decay_N * (1 - r_N)).exp() * advantage_N * tokens.logp_N
+
+
+@has(Trait.UNWEIGHTED | Trait.SINGLE)
+def squared(ratio_N: Tensor, tokens: TokenBatch, *, pull: Pull = 0.1) -> Tensor:
+    """−A log π_θ + pull (log r)² / 2: direct reward optimisation, which pulls to the anchor and clips nothing."""
+    return -tokens.advantage_N * tokens.logp_N + pull / 2 * ratio_N.log().square()
+
+
 @has(Trait.RATIOLESS | Trait.DIVERGENCE)
 def divergence(ratio_N: Tensor, tokens: TokenBatch) -> Tensor:
     """D(π_teacher, π_θ) over the whole vocabulary at the token: no ratio, no advantage."""
@@ -194,10 +257,13 @@ GATES: Mapping[str, Callable[..., Tensor]] = {
     "weight-clip": weight_clip,
     "mask": mask,
     "divergence-mask": divergence_mask,
+    "kl-mask": kl_mask,
     "sigmoid": sigmoid,
     "asymmetric": asymmetric,
     "geometric-clip": geometric_clip,
     "clip-cov": clip_cov,
     "kl-cov": kl_cov,
+    "gamma": gamma,
+    "squared": squared,
     "divergence": divergence,
 }

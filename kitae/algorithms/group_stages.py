@@ -5,7 +5,7 @@ trains on. S4 to S6 and S8 are in `loss`.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -29,7 +29,8 @@ class Candidate:
 
     `Candidate((Sample(…),), score=1.0, reward=0.8, baseline=None, kept=True)`
     score: raw; reward: shaped; baseline: the shaped reward of the greedy response, where one was made; kept: whether it
-    is trained on, or only counts in the statistics of its group. Columns are those of the loss tokens of all chains.
+    is trained on, or only counts in the statistics of its group. components: the parts of the score. Columns are those
+    of the loss tokens of all chains.
     """
 
     samples: tuple[Sample, ...]
@@ -37,6 +38,7 @@ class Candidate:
     reward: float
     baseline: float | None
     kept: bool
+    components: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def group(self) -> int:
@@ -130,7 +132,8 @@ class GroupStages:
             pairs = zip(samples, rollout.chains, strict=True)
             samples = tuple(replace(s, experts=experts_of(chain)) for s, chain in pairs)
         trained = kept and any(s.mask_T.any() for s in samples)
-        return Candidate(samples, _value(rollout), reward, baseline, trained)
+        assert rollout.score is not None
+        return Candidate(samples, _value(rollout), reward, baseline, trained, rollout.score.components)
 
     def advantages(self, candidates: Sequence[Candidate], kl_coef: float = 0.0) -> list[Candidate]:
         """S3: those that are kept, with their advantages, and returns where there is a critic.
@@ -144,7 +147,12 @@ class GroupStages:
             found = self._group_advantages(candidates, kl_coef)
         if self.wants_values:
             kept = [c.with_column("return", found[c.group, c.index] + c.column("value")) for c in kept]
-        white = whiten([found[c.group, c.index] for c in kept], self.config.advantage.whiten)
+        white = whiten(
+            [found[c.group, c.index] for c in kept],
+            self.config.advantage.whiten,
+            epsilon=self.config.advantage.whiten_epsilon or 0.0,
+            rewards=[c.reward for c in kept],
+        )
         return [c.with_column("advantage", a_N) for c, a_N in zip(kept, white, strict=True)]
 
     def group_metrics(self, groups: Sequence[Group]) -> dict[str, float]:
@@ -190,7 +198,8 @@ class GroupStages:
             return rewards_B
         sampled = np.concatenate([rewards_B[: len(rollouts)], rewards_B[len(rollouts) + len(greedy) :]])
         if self.config.shaping.norm == "batch":
-            return Moments().add(sampled).normalise(rewards_B)
+            ddof, epsilon = self.config.shaping.norm_ddof or 0, self.config.shaping.norm_epsilon or 0.0
+            return Moments().add(sampled).normalise(rewards_B, ddof, epsilon)
         self.reward_moments = self.reward_moments.add(sampled)
         return self.reward_moments.normalise(rewards_B)
 
@@ -206,6 +215,7 @@ class GroupStages:
                 scores_G=np.array([c.score for c in members], dtype=np.float32),
                 lengths_G=np.array([c.loss_tokens for c in members], dtype=np.int64),
                 greedy=members[0].baseline,
+                components=_components(members),
             )
             advantages_G = numbers("advantage", self._functions.one("advantage")(group), len(members))
             for c, a in zip(members, advantages_G, strict=True):
@@ -260,6 +270,12 @@ def replace_samples(candidates: Iterable[Candidate], samples: Iterable[Sample]) 
     """The candidates with samples that know more, by their keys; what is not given stays as it was."""
     by_key = {s.key: s for s in samples}
     return [replace(c, samples=tuple(by_key.get(s.key, s) for s in c.samples)) for c in candidates]
+
+
+def _components(members: Sequence[Candidate]) -> dict[str, FloatArray]:
+    """The components of the scores of a group, NaN where a response has none of that name."""
+    names = sorted({name for c in members for name in c.components})
+    return {n: np.array([c.components.get(n, np.nan) for c in members], dtype=np.float32) for n in names}
 
 
 def _penalty(c: Candidate, kl_coef: float) -> FloatArray:

@@ -112,8 +112,9 @@ class Moments:
     def std(self) -> float:
         return float((self.squares / max(1.0, self.count)) ** 0.5)
 
-    def normalise(self, values: FloatArray) -> FloatArray:
-        """(x − mean) / std; zeros where nothing varies."""
+    def normalise(self, values: FloatArray, ddof: int = 0, epsilon: float = 0.0) -> FloatArray:
+        """(x − mean) / (std + ε); zeros where nothing varies."""
         if self.std <= 1e-6:
             return np.zeros_like(values)
-        return narrow((values.astype(np.float64) - self.mean) / self.std)
+        std = float((self.squares / max(1.0, self.count - ddof)) ** 0.5)
+        return narrow((values.astype(np.float64) - self.mean) / (std + epsilon))

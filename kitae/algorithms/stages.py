@@ -85,6 +85,10 @@ class ShapingConfig(ChoiceConfig):
     norm: Literal["none", "batch", "running"] | None = Field(
         "none", description="z-score of the rewards over the step, or over the run so far."
     )
+    norm_ddof: Literal[0, 1] | None = Field(
+        0, description="Of norm 'batch': 1: deviation of a sample, 0: of the whole."
+    )
+    norm_epsilon: float | None = Field(0.0, ge=0, description="Of norm 'batch': added to the deviation.")
 
 
 class FilterConfig(ChoiceConfig):
@@ -95,8 +99,11 @@ class AdvantageConfig(ChoiceConfig):
     """S3: what a reward is compared with."""
 
     whiten: Whitening = Field(
-        "none", description="Normalise over the step: by token, by sample, or by sample without centring."
+        "none",
+        description="Normalise over the step: by token, by sample, by sample without centring, or by the share of "
+        "samples whose reward is not 0.",
     )
+    whiten_epsilon: float | None = Field(0.0, ge=0, description="Added to the deviation that whiten divides by.")
 
 
 class RatioConfig(ChoiceConfig):

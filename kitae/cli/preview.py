@@ -6,6 +6,7 @@ from kitae.cli.text import as_size, as_time, table
 from kitae.config.root import RLConfig, Root, StageConfig
 from kitae.errors import ConfigError
 from kitae.trainer.config import LearningConfig
+from kitae.verifiers.config import VerifierConfig
 
 if TYPE_CHECKING:
     from kitae.study.memory_estimate import Footprint
@@ -54,7 +55,7 @@ def summary(config: RLConfig) -> str:
     return "\n".join(
         [
             f"method     {config.algorithm.preset}, learning rate {t.lr:g}",
-            f"data       {data.task or data.gym or data.path or data.hub}, judged by {config.verifier.name}",
+            f"data       {data.task or data.gym or data.path or data.hub}, judged by {_judge(config.verifier)}",
             f"steps      {t.steps}, each of {t.prompts_per_step} prompts × {t.group_size} samples of up to "
             f"{config.sampling.max_tokens} tokens{_limit(t)}",
             f"held out   {held_out if e.prompts else 'none (eval.prompts = 0)'}",
@@ -103,3 +104,10 @@ def _span(seconds: "Range") -> str:
     if low == high:
         return low
     return f"{low.partition(' ')[0]}–{high}" if low.split()[1] == high.split()[1] else f"{low} to {high}"
+
+
+def _judge(verifier: VerifierConfig) -> str:
+    """Its name; of another trainer's function, that of the function and whose way of calling it has."""
+    if verifier.style == "kitae":
+        return verifier.name
+    return f"{verifier.params['function']}, called as {verifier.style} calls it"

@@ -19,7 +19,7 @@ class PromptColumns(Table):
     """What the columns of a file of prompts are called."""
 
     prompt: str = Field("question", description="The question, or a list of chat messages.")
-    answer: str = Field("answer", description="The reference answer.")
+    answer: str = Field("answer", description="The reference answer; empty: there is none.")
 
 
 class DataConfig(Section):
@@ -37,8 +37,9 @@ class DataConfig(Section):
     hub_eval_files: str | None = Field("main/test-*.parquet", description="Files of the hub data set to evaluate on.")
     format: str | None = Field(
         None,
-        description="Read rows as math, svamp, mbpp, humaneval, apps, taco, livecodebench, evalplus or ifeval have "
-        "them, or by your own file.py:function.",
+        description="Read rows as math, svamp, mbpp, humaneval, apps, taco, livecodebench, evalplus, ifeval, trl or "
+        "verl "
+        "have them, or by your own file.py:function.",
     )
     columns: PromptColumns = PromptColumns()
     answer_after: str | None = Field(None, description="Keep only the reference text after this mark, e.g. '####'.")

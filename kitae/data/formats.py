@@ -9,6 +9,8 @@
     livecodebench question_content, starter_code, test cases, metadata            code
     evalplus      prompt, entry_point, canonical_solution, base_input, plus_input code
     ifeval        prompt, instruction_id_list, kwargs                             instructions
+    trl           prompt, and columns that reward functions read                  your own
+    verl          prompt, data_source, reward_model with ground_truth, extra_info verl
 
 `data.format = "mbpp"` names one; `data.format = "file.py:function"` is your own: a function from the row, a mapping, to
 an `Exercise`, or to a mapping with its keys.
@@ -25,11 +27,15 @@ from kitae.plugins import is_plugin, load_function, nearest
 
 
 class Exercise(NamedTuple):
-    """`Exercise("What is 6 · 7?", "42")`; the question may be a list of chat messages."""
+    """`Exercise("What is 6 · 7?", "42")`; the question may be a list of chat messages.
+
+    context: the columns that verifiers get beside the reference, where they are not those of the row.
+    """
 
     question: Any
     reference: Any
     gold: str | None = None
+    context: Mapping[str, Any] | None = None
 
 
 Reader = Callable[[Mapping[str, Any]], Any]
@@ -115,6 +121,19 @@ def _task(question: str, starter: str | None) -> str:
     return f"{question.strip()}\n\nThe program reads from standard input and prints its answer."
 
 
+_REFERENCES = ("solution", "answer", "ground_truth", "label", "target")
+
+
+def trl(row: Mapping[str, Any]) -> Exercise:
+    """Reward functions get every column; a verifier of Kitae's, the one that is called like a reference."""
+    reference = next((row[key] for key in _REFERENCES if row.get(key) is not None), "")
+    return Exercise(row["prompt"], reference)
+
+
+def verl(row: Mapping[str, Any]) -> Exercise:
+    return Exercise(row["prompt"], row["reward_model"]["ground_truth"])
+
+
 def ifeval(row: Mapping[str, Any]) -> Exercise:
     names, arguments = row["instruction_id_list"], row["kwargs"]
     if len(names) != len(arguments):
@@ -136,4 +155,6 @@ FORMATS = {
     "livecodebench": Format(livecodebench, "code"),
     "evalplus": Format(evalplus, "code"),
     "ifeval": Format(ifeval, "instructions"),
+    "trl": Format(trl, "exact"),
+    "verl": Format(verl, "verl"),
 }

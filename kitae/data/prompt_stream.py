@@ -169,17 +169,18 @@ def _row_prompt(config: DataConfig, reader: Reader, row: DataRow) -> Prompt:
         raise DataError(f"{row.where}: {error}") from None
     asked = question if isinstance(question, str) else messages[-1].content
     used = () if config.format else (config.columns.prompt, config.columns.answer)
-    context = {"question": asked} | {k: v for k, v in row.values.items() if k not in used}
+    columns = row.values if exercise.context is None else exercise.context
+    context = {"question": asked} | {k: v for k, v in columns.items() if k not in used}
     messages = _with_system(config, messages)
     return Prompt(row.id, messages, exercise.reference, context, exercise.gold)
 
 
 def _columns(config: DataConfig, row: Mapping[str, Any]) -> Exercise:
     """The format of files without one: a column for the question, a column for the answer."""
-    for key in (config.columns.prompt, config.columns.answer):
+    for key in filter(None, (config.columns.prompt, config.columns.answer)):
         if key not in row:
             raise DataError(f"no key {key!r}; the row has {listed(list(row))}")
-    reference = row[config.columns.answer]
+    reference = row[config.columns.answer] if config.columns.answer else ""
     if config.answer_after is not None:
         reference = _after(config.answer_after, repr(config.columns.answer), reference)
     return Exercise(row[config.columns.prompt], reference)

@@ -20,6 +20,7 @@ from kitae.verifiers.plain_text import choice, exact, f1, normalised, number, re
 from kitae.verifiers.puzzle_checks import countdown, knights_knaves
 from kitae.verifiers.response_shape import json_schema, language, length, repetition, tags
 from kitae.verifiers.reward_model_verifier import prepare as prepare_reward
+from kitae.verifiers.reward_styles import openrlhf, prepare_openrlhf, prepare_trl, prepare_verl, trl, verl
 
 _PYTHON = (
     "```python\ndef double(x):\n    return 2 * x\n```",
@@ -114,6 +115,9 @@ VERIFIERS: dict[str, Verifier] = {
         Verifier("none", nothing, "wrong", gold=False, repeatable=True),
         Verifier("judge", judge, "error", gold=False),
         Verifier("reward_model", reward_model, "error", gold=False, prepare=prepare_reward, right_is_one=False),
+        Verifier("trl", trl, "error", gold=False, prepare=prepare_trl, right_is_one=False),
+        Verifier("verl", verl, "error", gold=False, prepare=prepare_verl, right_is_one=False),
+        Verifier("openrlhf", openrlhf, "error", gold=False, prepare=prepare_openrlhf, right_is_one=False),
         Verifier("compose", _composition, "error", gold=False, prepare=_composition.prepare),
     )
 }

@@ -12,7 +12,7 @@ MOST_IMPORTS = 22  # of one module
 
 FLOORS = (
     ("cli", "ui", "study"),
-    ("chains",),
+    ("chains", "importers"),
     ("run",),
     ("offline", "rl", "evaluation"),
     ("envs", "serving", "trainer", "verifiers"),

@@ -265,7 +265,10 @@ def test_a_reference_that_is_taken_away_from_a_kl_term_is_refused() -> None:
             {"gate": {"clip": 0.2}},
             "but gate 'clip' has no such setting: it has clip_low, clip_high, dual_clip; did you",
         ),
-        ({"whiten": "batch"}, "algorithm.advantage.whiten: input should be 'none', 'tokens', 'samples' or 'scale'"),
+        (
+            {"whiten": "batch"},
+            "algorithm.advantage.whiten: input should be 'none', 'tokens', 'samples', 'scale' or 'successes'",
+        ),
         ({"anchor": "new"}, "algorithm.ratio.anchor: input should be 'old', 'behaviour' or 'interpolated'"),
         ({"correction_floor": 1.1}, "algorithm.correction.floor: input should be less than or equal to 1, got 1.1"),
         ({"preset": "kl-cov", "cov_share": 0}, "algorithm.gate.cov_share: input should be greater than 0, got 0"),

@@ -167,13 +167,13 @@ HUGE = [2e38, -1e38, 3e38, 1e38]
 
 def huge_group(scale: float = 1.0) -> GroupRewards:
     rewards = f32([x * scale for x in HUGE])
-    return GroupRewards(rewards, f32([1, 0, 1, 0]), np.array([3, 1, 2, 4]))
+    return GroupRewards(rewards, f32([1, 0, 1, 0]), np.array([3, 1, 2, 4]), components={"only": rewards})
 
 
 @pytest.mark.parametrize("name", GROUP_ADVANTAGES)
 def test_group_statistics_of_huge_rewards_are_those_of_small_ones(name: str) -> None:
     """Scaled by a power of two, which floats do not round: the results are in proportion, bit for bit."""
-    settings = {"ddof": 1, "epsilon": 0.0, "k": 2, "correct_above": 0.5}
+    settings = {"ddof": 1, "epsilon": 0.0, "k": 2, "correct_above": 0.5, "rewards": (), "weights": ()}
     function = ADVANTAGES[name]
     read = {key: settings[key] for key in keyword_settings(function)}
     small, huge = (function(huge_group(scale), **read) for scale in (2.0**-100, 1.0))

@@ -1,0 +1,23 @@
+# REINFORCE++ with a baseline, judged by a file, as scripts for OpenRLHF write it.
+ray job submit -- python3 -m openrlhf.cli.train_ppo_ray \
+   --actor.model_name_or_path tiny \
+   --reward.remote_url openrlhf_reward.py \
+   --data.prompt_dataset problems.jsonl \
+   --data.input_key problem \
+   --data.label_key solution \
+   --data.apply_chat_template \
+   --ckpt.output_dir ./ckpt/openrlhf-run \
+   --algo.advantage.estimator reinforce_baseline \
+   --algo.kl.init_coef 1e-3 \
+   --algo.kl.use_loss \
+   --algo.kl.estimator k2 \
+   --actor.adam.lr 5e-7 \
+   --actor.eps_clip_low_high 0.2 0.27 \
+   --rollout.batch_size 4 \
+   --rollout.n_samples_per_prompt 4 \
+   --rollout.max_new_tokens 16 \
+   --train.batch_size 8 \
+   --train.num_episodes 1 \
+   --vllm.num_engines 2 \
+   --ds.zero_stage 3 \
+   --reward.remote_ulr nowhere
