@@ -19,12 +19,13 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import transformers
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -48,6 +49,8 @@ from small_models import families, make_small, small_config
 
 DATA = Path(__file__).parents[1] / "docs/families.json"
 PAGE = DATA.with_suffix(".md")
+BEGIN, END = "<!-- written by benchmarks/census.py -->\n", "<!-- end -->"
+RUNS, NOT_MADE, NO_DECODERS = "runs", "not made", ("encoder", "half")
 ROUNDING = 3e-4  # of a log-prob in float32
 ROUNDED_GRADIENT = 2e-3  # of its norm
 LENGTHS = (5, 12, 19, 19, 33)  # of prompts; those of one length are samples of one prompt
@@ -75,7 +78,7 @@ def verdict_of(family: str, folder: Path) -> Verdict:
             plain = plain_model(make_small(family, folder / "start"))
             early = attends_to_later_tokens(plain)
     except Exception as error:
-        return Verdict(family, "not made", _short(error))
+        return Verdict(family, NOT_MADE, _short(error))
     if early:
         return Verdict(family, "encoder", "tokens attend to later ones")
     try:
@@ -182,10 +185,44 @@ def gradient_gap(optimizer: Any, plain: Any, samples: Sequence[Sample]) -> float
     return most
 
 
-def table(verdicts: Sequence[Verdict]) -> str:
-    lines = ["| family | verdict | reason |", "|---|---|---|"]
-    lines += [f"| `{v.family}` | {v.verdict} | {v.reason.replace('|', '/')} |" for v in verdicts]
-    return "\n".join(lines)
+def page(verdicts: Sequence[Verdict]) -> str:
+    """The part of docs/families.md that is written from the verdicts."""
+    runs = [v for v in verdicts if v.verdict == RUNS]
+    made = [v for v in verdicts if v.verdict not in (*NO_DECODERS, NOT_MADE)]
+    lines = [
+        f"transformers {transformers.__version__}: **{len(runs)} of {len(made)} decoders run** "
+        f"({100 * len(runs) / len(made):.0f} %).",
+        "",
+        _names(runs),
+        "",
+        "| refused | why |",
+        "|---|---|",
+        *(f"| `{v.family}` | {v.reason.replace('|', '/')} |" for v in made if v.verdict != RUNS),
+        "",
+        "No decoders of text: encoders, and halves of models with one: "
+        + _names([v for v in verdicts if v.verdict in NO_DECODERS]),
+        "",
+        "Not made small, so not tried: " + _names([v for v in verdicts if v.verdict == NOT_MADE]),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _names(verdicts: Sequence[Verdict]) -> str:
+    return ", ".join(f"`{v.family}`" for v in verdicts) + "."
+
+
+def write(verdicts: Sequence[Verdict]) -> None:
+    """Verdicts that are new replace those that are known."""
+    known = {v.family: v for v in (*read(), *verdicts)}
+    kept = [known[family] for family in sorted(known.keys() & set(families()))]
+    DATA.write_text(json.dumps({v.family: [v.verdict, v.reason] for v in kept}, indent=0) + "\n")
+    text = PAGE.read_text()
+    start, end = text.index(BEGIN) + len(BEGIN), text.index(END)
+    PAGE.write_text(text[:start] + page(kept) + text[end:])
+
+
+def read() -> list[Verdict]:
+    return [Verdict(family, *kept) for family, kept in json.loads(DATA.read_text()).items()] if DATA.is_file() else []
 
 
 def main() -> None:
@@ -205,7 +242,7 @@ def main() -> None:
     decoders = sum(counts[name] for name in ("runs", "refused", "wrong", "crashed"))
     print(f"{dict(counts)}: {counts['runs']} of {decoders} decoders run")
     if args.write:
-        DATA.write_text(json.dumps([asdict(v) for v in found], indent=0) + "\n")
+        write(found)
 
 
 if __name__ == "__main__":

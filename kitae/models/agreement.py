@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kitae.errors import ModelError
 from kitae.models import attention_seam
-from kitae.models.attention_seam import AttentionCall, SelfAttention, keywords
+from kitae.models.attention_seam import AttentionCall, SelfAttention, by_thread, keywords, use_attention
 from kitae.models.parts import context_of, decoder_of
 from kitae.models.routing import is_router
 
@@ -24,7 +24,7 @@ def own_states(model: Any) -> list[Tensor] | None:
     """The last hidden states of some sequences with the model's own attention; None if it has none that can be
     selected."""
     try:
-        model.set_attn_implementation(_OWN)
+        use_attention(model, _OWN)
         rows = [_sequence(model, length) for length in _LENGTHS]
         return [
             _states(model, input_ids=tokens[None], position_ids=positions[None], use_cache=False)
@@ -33,7 +33,7 @@ def own_states(model: Any) -> list[Tensor] | None:
     except (AttributeError, ImportError, RuntimeError, TypeError, ValueError):
         return None
     finally:
-        model.set_attn_implementation(attention_seam.NAME)
+        use_attention(model, attention_seam.NAME)
 
 
 def check_attention(model: Any, source: str, own: Sequence[Tensor] | None, *, windows_known: bool = False) -> None:
@@ -47,7 +47,8 @@ def check_attention(model: Any, source: str, own: Sequence[Tensor] | None, *, wi
         tokens, positions = _sequence(model, length)
         context = SelfAttention(positions)
         try:
-            ours = _states(model, **keywords(context, tokens, positions))
+            with by_thread(context):
+                ours = _states(model, **keywords(context, tokens, positions))
         except (AssertionError, AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
             raise ModelError(
                 f"{name} must compute with the attention of Kitae, got {type(error).__name__}: {error}"

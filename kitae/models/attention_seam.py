@@ -5,6 +5,9 @@ Models run with the attention implementation "kitae". Each call of the model has
 sequences in training, a paged cache in decoding. There is no global state and no patched model code.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -12,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from kitae.errors import ModelError
 
 NAME = "kitae"
 
@@ -44,7 +49,7 @@ def _forward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: Any,
     *,
     scaling: float | None = None,
     sliding_window: int | None = None,
@@ -56,7 +61,7 @@ def _forward(
 ) -> tuple[Tensor, None]:
     kitae = getattr(position_ids, CARRIED, None) if kitae is None else kitae
     assert kitae is not None, "a model with attention 'kitae' must be called with kitae=<context>"
-    assert attention_mask is None, "the context decides what attends to what; no mask may be passed"
+    assert attention_mask is None or attention_mask is UNMASKED, "the context decides what attends to what, no mask"
     assert query.shape[0] == 1, f"expected one packed row, got {query.shape[0]}"
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     layer = int(module.layer_idx)  # type: ignore[arg-type]
@@ -66,6 +71,38 @@ def _forward(
     q, k, padded = (t if t.shape[2] == size else pad(t, (0, size - t.shape[2])) for t in (q, k, v))
     out = kitae.attend(layer, q, k, padded, scale=scale, window=window, softcap=softcap, sinks=s_aux)
     return out[..., : v.shape[2]].contiguous().unsqueeze(0), None
+
+
+class _Unmasked:
+    """Stands for a mask where a layer must have one; each part of it is the whole."""
+
+    def __getitem__(self, _: Any) -> "_Unmasked":
+        return self
+
+
+UNMASKED = _Unmasked()
+
+_of_thread: ContextVar[AttentionContext] = ContextVar("kitae_attention")
+
+
+@contextmanager
+def by_thread(context: AttentionContext) -> Iterator[None]:
+    """The context of this thread, for modules to which no keyword comes (`kitae.models.older_families`)."""
+    token = _of_thread.set(context)
+    try:
+        yield
+    finally:
+        _of_thread.reset(token)
+
+
+def attend_by_thread(module: torch.nn.Module, q: Tensor, k: Tensor, v: Tensor, *, scaling: float | None) -> Tensor:
+    """As the attention interface has it, with the context of the thread."""
+    if (context := _of_thread.get(None)) is None:
+        raise ModelError(
+            f"{type(module).__name__} hands on no context, so its activations cannot be computed again: "
+            "training.checkpoint_activations must be off for this family"
+        )
+    return _forward(module, q, k, v, None, scaling=scaling, kitae=context)[0]
 
 
 CARRIED = "kitae"
@@ -81,6 +118,14 @@ def keywords(context: AttentionContext, tokens_T: Tensor, positions_T: Tensor) -
 
 WINDOW = "kitae_window"
 """The attribute of an attention module whose window is known from its mask alone (`kitae.models.masks`)."""
+
+
+def use_attention(model: Any, name: str) -> None:
+    """Let a model attend through the interface of this name; the modules of older families only make its masks then.
+    Raises what transformers raises if there is no such interface for the model."""
+    model.set_attn_implementation(name)
+    if model.config._attn_implementation != name:
+        model.config._attn_implementation = name
 
 
 def register() -> None:

@@ -7,7 +7,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import MethodType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -324,12 +324,19 @@ def load_policy(config: ModelConfig, seed: int = 0) -> "Policy":
     assert folder is not None
     device = ready_device(config)
     with reading(repr(config.path), folder):
-        model = AutoModelForCausalLM.from_pretrained(
+        load = partial(
+            AutoModelForCausalLM.from_pretrained,
             folder,
             dtype=pick_dtype(config.dtype, device),
-            attn_implementation=attention_seam.NAME,
             trust_remote_code=config.trust_remote_code,
         )
+        try:
+            model = load(attn_implementation=attention_seam.NAME)
+        except KeyError as error:  # an older family, which has a table of its own of modules that attend
+            if error.args != (attention_seam.NAME,):
+                raise
+            model = load(attn_implementation="eager")
+            attention_seam.use_attention(model, attention_seam.NAME)
         tokenizer = _load_tokenizer(config, folder)
     model = prepared(model, config, device)
     if config.lora_rank:
@@ -367,10 +374,14 @@ def prepared(model: Any, config: ModelConfig, device: "torch.device") -> Any:
     """The loaded modules on their device, without dropout, through compiled kernels if asked for."""
     from kitae.models.agreement import check_attention, own_states
     from kitae.models.fuse import fuse
+    from kitae.models.indexed_attention import take_all
     from kitae.models.masks import find_windows
+    from kitae.models.older_families import adopt
 
     model = model.to(device).eval()
     own = own_states(model)
+    take_all(model)
+    adopt(model)
     _disable_dropout(model)
     known = find_windows(model, config.path)
     check_attention(model, config.path, own, windows_known=known)

@@ -17,6 +17,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kitae.errors import ModelError
 from kitae.models import attention_seam
+from kitae.models.attention_seam import use_attention
 from kitae.models.parts import context_of, decoder_of
 
 _NAME = "kitae_masks"
@@ -28,6 +29,9 @@ class Sight:
 
     rule: Callable[..., Any]
     size: int | None
+
+    def __getitem__(self, _: Any) -> "Sight":
+        return self
 
     def sees(self, query: int, key: int) -> bool:
         first = torch.zeros((), dtype=torch.long)
@@ -54,7 +58,7 @@ def find_windows(model: Any, source: str) -> bool:
     found: list[tuple[Any, Any, int | None]] = []
     positions = torch.arange(2, device=next(model.parameters()).device)
     try:
-        model.set_attn_implementation(_NAME)
+        use_attention(model, _NAME)
         with torch.no_grad():
             decoder_of(model)(
                 input_ids=positions[None], position_ids=positions[None], use_cache=False, kitae_sights=found
@@ -62,7 +66,7 @@ def find_windows(model: Any, source: str) -> bool:
     except Exception:  # a model that cannot compute so is refused, or accepted, by the checks that follow
         return False
     finally:
-        model.set_attn_implementation(attention_seam.NAME)
+        use_attention(model, attention_seam.NAME)
         for interface in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS):
             interface._global_mapping.pop(_NAME, None)  # registered names are those of the class
     context = context_of(model.config.get_text_config())

@@ -2,7 +2,16 @@
 
 from typing import Any
 
-_CONTEXT = ("max_position_embeddings", "n_positions", "model_max_length", "max_seq_len", "max_sequence_length")
+from kitae.errors import ModelError
+
+_CONTEXT = (
+    "max_position_embeddings",
+    "n_positions",
+    "model_max_length",
+    "max_seq_len",
+    "max_sequence_length",
+    "seq_length",
+)
 
 
 def decoder_of(model: Any) -> Any:
@@ -22,13 +31,18 @@ def setting(config: Any, name: str, default: Any = None) -> Any:
 
 
 def context_of(config: Any) -> int:
-    """How many tokens a sequence may have. Layers that attend within chunks are computed as if there were one."""
+    """How many tokens a sequence may have. Layers that attend within chunks are computed as if there were one, those
+    with an index of tokens as if it took all."""
     longest = next((int(n) for name in _CONTEXT if (n := getattr(config, name, None))), None)
     if longest is None:
-        raise AttributeError(f"{type(config).__name__} says of no longest sequence")
+        raise ModelError(
+            f"{type(config).__name__} must say how long a sequence may be, got none of: {', '.join(_CONTEXT)}"
+        )
     chunk = getattr(config, "attention_chunk_size", None)
     if chunk and "chunked_attention" in (getattr(config, "layer_types", None) or []):
         longest = min(longest, int(chunk))
+    if index := getattr(config, "index_topk", None):
+        longest = min(longest, int(index))
     if getattr(config, "attn_temperature_tuning", False):  # Llama 4 counts positions from here on
         longest = min(longest, int(config.floor_scale) - 1)
     return longest

@@ -9,7 +9,7 @@ from torch.distributed import ProcessGroup
 
 from kitae.errors import ModelError
 from kitae.models.agreement import gap
-from kitae.models.attention_seam import AttentionCall, AttentionContext, SelfAttention, keywords
+from kitae.models.attention_seam import AttentionCall, AttentionContext, SelfAttention, by_thread, keywords
 from kitae.models.logprobs import Head, HeadTransform, token_logprobs
 from kitae.models.parts import context_of, decoder_of, setting
 
@@ -82,7 +82,8 @@ class Policy(torch.nn.Module):
 
     def hidden(self, tokens_T: Tensor, positions_T: Tensor, context: AttentionContext) -> Tensor:
         """Last hidden states `[T, H]` of one packed row."""
-        out = self.decoder(**keywords(context, tokens_T, positions_T))
+        with by_thread(context):
+            out = self.decoder(**keywords(context, tokens_T, positions_T))
         return out.last_hidden_state.squeeze(0)  # type: ignore[no-any-return]
 
     def forward(
@@ -176,7 +177,8 @@ class Policy(torch.nn.Module):
         context = SelfAttention(positions)
         with torch.inference_mode():
             ours = self.logits(self.hidden(tokens, positions, context)).float()
-            theirs = self.base(**keywords(context, tokens, positions)).logits[0].float()
+            with by_thread(context):
+                theirs = self.base(**keywords(context, tokens, positions)).logits[0].float()
         gap = (ours - theirs).abs().max().item()
         if not gap <= 1e-2 * max(1.0, theirs.abs().max().item()):
             raise ModelError(

@@ -16,6 +16,7 @@ from kitae.models.attention_seam import SelfAttention
 from kitae.models.config import ModelConfig
 from kitae.models.load import load_policy
 from kitae.models.masks import find_windows
+from kitae.trainer.forward import recompute_layers
 
 make_small = load_script("small_models").make_small
 
@@ -85,9 +86,10 @@ def test_no_token_may_be_far_off(token: int, loaded: Callable[..., Any]) -> None
         check_attention(model, "llama", own)
 
 
-@pytest.mark.parametrize("family", ["granite_swa", "glm4_moe", "phimoe"])
+@pytest.mark.parametrize("family", ["granite_swa", "glm4_moe", "phimoe", "nemotron", "gpt_neo", "glm_moe_dsa"])
 def test_kernels_and_settings_keep_what_a_family_computes(family: str, tmp_path: Path) -> None:
-    """Sinks that fused attention left out, angles for a part of a head, noise that routers read without training."""
+    """Sinks that fused attention left out, angles for a part of a head, noise that routers read without training,
+    attention to which no keyword comes, attention in a method of its own with local windows, an index of tokens."""
     make_small(family, tmp_path)
     policy = load_policy(ModelConfig(path=str(tmp_path), dtype="float32", device="cpu"))
     plain = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
@@ -95,3 +97,21 @@ def test_kernels_and_settings_keep_what_a_family_computes(family: str, tmp_path:
     with torch.no_grad():
         expected = plain(row[None]).logits[0, :-1].log_softmax(-1).gather(1, row[1:, None])[:, 0]
     torch.testing.assert_close(policy.score(row), expected, atol=1e-4, rtol=0)
+
+
+def test_an_index_of_tokens_bounds_the_context(tmp_path: Path) -> None:
+    make_small("deepseek_v32", tmp_path)
+    config = AutoConfig.from_pretrained(tmp_path, index_topk=50)
+    config.save_pretrained(tmp_path)
+    assert load_policy(ModelConfig(path=str(tmp_path), dtype="float32", device="cpu")).max_context == 50
+
+
+def test_activations_of_an_older_family_cannot_be_computed_again(tmp_path: Path) -> None:
+    make_small("gpt_neo", tmp_path)
+    policy = load_policy(ModelConfig(path=str(tmp_path), dtype="float32", device="cpu"))
+    recompute_layers(policy.model)
+    policy.model.train()
+    row = torch.arange(12)
+    hidden = policy.hidden(row, row, SelfAttention(row))
+    with pytest.raises(ModelError, match=r"training\.checkpoint_activations must be off"):
+        hidden.sum().backward()
