@@ -16,9 +16,8 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from kitae.config.locate import find_recipe
 from kitae.config.measured import Measurement, by_hardware, measurements, write
-from kitae.config.recipe import load_config
+from kitae.config.recipe import find_recipe, load_config
 from kitae.errors import ConfigError
 from kitae.observe.plots import load_pyplot
 from kitae.store.run_folder import Metrics

@@ -16,9 +16,9 @@ from typing import Any, cast
 from kitae.engines.base import Request, SamplingParams
 from kitae.engines.native.engine import NativeEngine
 from kitae.engines.native.sequence import Decoding
+from kitae.envs.base import SingleTurn
 from kitae.envs.episode import Episode
 from kitae.envs.rollouts import Episodes
-from kitae.envs.single_turn import SingleTurn
 from kitae.store.journal import Journal
 from kitae.types import Prompt, Rollout
 

@@ -15,8 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar, overload
 
-from kitae.config.locate import find_recipe, find_run
-from kitae.config.recipe import make_config, model_settings, read_recipe
+from kitae.config.recipe import find_recipe, find_run, make_config, model_settings, read_recipe
 from kitae.config.root import RLConfig, Root, reinforcement
 from kitae.engines.base import SamplingParams
 from kitae.errors import ConfigError, Interrupted

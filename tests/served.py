@@ -16,13 +16,14 @@ from kitae.engines.base import Sampled
 from kitae.engines.config import EngineConfig
 from kitae.engines.native.engine import NativeEngine
 from kitae.models.policy import Policy
-from kitae.serving.admission import AdmissionControl
 from kitae.serving.app import make_app, model_routes
 from kitae.serving.base import Answer, Ask, OnTokens, with_ids
 from kitae.serving.handlers import AnswerPolicy, ChatHandlers
+from kitae.serving.refusals import AdmissionControl
 from kitae.serving.responses import AnswerRenderer
 from kitae.serving.server_metrics import Counters
-from kitae.serving.start_server import ServerSettings, app_of
+from kitae.serving.server_settings import ServerSettings
+from kitae.serving.start_server import app_of
 from kitae.serving.streamed_text import streams_early
 from kitae.serving.text_scoring import TextScorer
 from kitae.serving.token_text import TokenText

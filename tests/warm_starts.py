@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, Self
 
 IMPORTS = (
-    "kitae.run.train_run", "kitae.cli.train", "kitae.trainer.parallel.rank_process", "kitae.offline.offline_rank",
+    "kitae.run.train_run", "kitae.cli.train", "kitae.trainer.parallel.rank_process", "kitae.offline.methods",
     "kitae.engines.process.engine_main", "kitae.engines.native.engine", "kitae.trainer.teacher.teacher_main",
     "kitae.verifiers.pool_process", "peft", "transformers.models.llama.modeling_llama",
     "transformers.models.qwen3.modeling_qwen3", "transformers.models.auto.modeling_auto", "torch.distributed.fsdp",

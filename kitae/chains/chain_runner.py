@@ -28,7 +28,7 @@ from kitae.observe.progress import peak_memory_gb
 from kitae.offline.sampling import PartialFile, SampleWatcher
 from kitae.run.sample_run import sample_file
 from kitae.run.train_run import resume, train
-from kitae.store.permissions import private
+from kitae.store.disk import private
 from kitae.store.run_folder import is_run
 
 _RESET_PEAK = Path("/proc/self/clear_refs")

@@ -1,7 +1,7 @@
 """`kitae recipes`."""
 
-from kitae.config.locate import shipped_chains, shipped_recipes, summary
 from kitae.config.measured import by_hardware, measurements, told
+from kitae.config.recipe import shipped_chains, shipped_recipes, summary
 
 
 def recipes() -> None:

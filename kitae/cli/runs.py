@@ -1,8 +1,11 @@
-"""`kitae runs`, `kitae compare`, `kitae clean` and `kitae scale`: runs seen from outside."""
+"""Runs seen from outside: `kitae runs`, `compare`, `clean`, `scale`, `diagnose`, `replay`, `report` and `plot`."""
 
+import json
 import shutil
+import textwrap
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
@@ -13,6 +16,7 @@ from kitae.cli.arguments import Run, Runs
 from kitae.cli.text import as_size, as_time, table
 from kitae.config.root import RLConfig, StageConfig
 from kitae.errors import ConfigError, KitaeError, StoreError
+from kitae.observe import diagnosis
 from kitae.store.engine_count import ask_for
 from kitae.store.run_summary import RunView, find_runs, look, size_of
 
@@ -231,3 +235,90 @@ def _remove(run: RunView, paths: Sequence[Path], weights_only: bool) -> None:
             Checkpoints(run.folder / "checkpoints", keep=1).load()
         for path in paths:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+_WIDTH = 100
+_MARGIN = 9
+
+
+def diagnose(
+    run: Run,
+    as_json: Annotated[bool, typer.Option("--json", help="The findings as JSON, and nothing else.")] = False,
+) -> None:
+    """Say what is wrong with a run, and what to change.
+
+    Of a run that is going on, finished, stopped or crashed; docs/diagnosis.md has the rules.
+    """
+    found = diagnosis.diagnose(run)
+    if as_json:
+        print(json.dumps([asdict(finding) for finding in found], indent=2, ensure_ascii=False))
+        return
+    print(f"{run}: {_standing(look(run))}")
+    if not found:
+        print(f"nothing is wrong, by {len(diagnosis.RULES)} rules (docs/diagnosis.md)")
+    for finding in found:
+        print(f"\n{finding.severity:<{_MARGIN}}{finding.title} ({finding.rule})")
+        for text in (finding.evidence, f"→ {finding.advice}"):
+            lines = textwrap.wrap(text, _WIDTH, break_long_words=False, break_on_hyphens=False)  # paths are copied
+            print(textwrap.indent("\n".join(lines), " " * _MARGIN))
+
+
+def _standing(view: RunView) -> str:
+    try:
+        return f"{view.status}, step {view.step} of {view.config.training.steps}"
+    except KitaeError:  # settings of another version
+        return f"{view.status}, step {view.step}"
+
+
+def replay(
+    run: Run,
+    step: Annotated[int | None, typer.Option(min=1, help="The step to compute again; default: the last.")] = None,
+) -> None:
+    """Compute a past step again and compare.
+
+    From the journal and the checkpoint before it; the exit status is 0 if all numbers are the same, else 1.
+    """
+    from kitae.store.run_summary import look
+
+    wanted = look(run).step if step is None else step
+    if wanted == 0:
+        raise StoreError(f"{run} has no finished step to replay")
+    from kitae.run.recompute_step import replay as compute
+
+    found = compute(run, wanted, print)
+    rows = [["", "logged", "again", "difference"]]
+    rows += [[n, f"{then:.8g}", f"{now:.8g}", f"{abs(then - now):.3g}"] for n, (then, now) in found.numbers.items()]
+    print(table(rows))
+    same = found.difference == 0
+    print(f"{'same' if same else 'differs'}: step {wanted}, from the checkpoint of step {found.checkpoint}, "
+          f"largest difference {found.difference:.3g}")  # fmt: skip
+    if not same:
+        raise SystemExit(1)
+
+
+def report(
+    run: Run,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="The HTML file to write; default: RUN/report.html.")
+    ] = None,
+) -> None:
+    """Write a run into one HTML file, to send to somebody.
+
+    Results, curves, answers, settings, diagnosis; of running and crashed runs too. It needs no network and no scripts.
+    """
+    from kitae.ui.report_file import make_report
+
+    made = make_report(run, output or run / "report.html")
+    print(f"{made}  ({as_size(made.stat().st_size)}; opens in any browser, without a network)")
+
+
+def plot(
+    run: Run,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="The PNG to write; default: RUN/plot.png.")
+    ] = None,
+) -> None:
+    """Draw the curves of a run as a PNG."""
+    from kitae.observe.plots import plot_run
+
+    print(plot_run(run, output))

@@ -6,8 +6,7 @@ import typer
 
 from kitae.cli.arguments import RECIPE, Overrides, Run
 from kitae.cli.screen import Screen
-from kitae.config.locate import find_recipe, shipped_recipes
-from kitae.config.recipe import load_config
+from kitae.config.recipe import find_recipe, load_config, shipped_recipes
 from kitae.config.root import RLConfig
 
 

@@ -11,6 +11,8 @@ Covered: the key is read from the environment for each call, and everything a se
 it is looked at, so that no score, message or cache file can hold it. Redirects are not followed: the key goes to one
 server only. Answers are cut off at 8 MiB. Not covered: a key shorter than 8 characters is taken for a dummy and not
 looked for; a server that sends the key back in disguise (base64); limits across processes, as each counts for itself.
+
+The cache is a folder with a database, for any number of processes.
 """
 
 import asyncio
@@ -28,12 +30,52 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakValueDictionary
 
-from kitae.clients.answer_cache import recall, remember
 from kitae.clients.service import Service
 from kitae.errors import RemoteError
 
 if TYPE_CHECKING:
     import httpx
+import sqlite3
+from contextlib import closing
+
+_LOG = logging.getLogger(__name__)
+_FILE = "replies.sqlite3"
+_PATIENCE = 10.0  # seconds to wait for another process that writes
+
+
+def recall(folder: Path, key: str) -> str | None:
+    """The cached text. A folder that cannot be made is a mistake; a cache that fails later is only a miss."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RemoteError(f"the cache must be a folder, got {str(folder)!r}: {error.strerror}") from None
+    try:
+        with closing(_connect(folder)) as database:
+            row = database.execute("SELECT reply FROM replies WHERE key = ?", (key,)).fetchone()
+    except sqlite3.Error as error:
+        _LOG.warning("the cache in %s cannot be read and is passed over: %s", folder, error)
+        return None
+    return str(row[0]) if row else None
+
+
+def remember(folder: Path, key: str, reply: str) -> None:
+    try:
+        with closing(_connect(folder)) as database, database:
+            database.execute("INSERT OR REPLACE INTO replies VALUES (?, ?)", (key, reply))
+    except sqlite3.Error as error:
+        _LOG.warning("the cache in %s cannot be written: %s", folder, error)
+
+
+def _connect(folder: Path) -> sqlite3.Connection:
+    """A connection per use: safe in any thread and after a fork. No WAL: it fails on network drives."""
+    database = sqlite3.connect(folder / _FILE, timeout=_PATIENCE)
+    try:
+        database.execute("CREATE TABLE IF NOT EXISTS replies (key TEXT PRIMARY KEY, reply TEXT NOT NULL) WITHOUT ROWID")
+    except sqlite3.Error:
+        database.close()
+        raise
+    return database
+
 
 T = TypeVar("T")
 

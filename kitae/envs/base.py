@@ -1,4 +1,4 @@
-"""The environment seam: what the model talks to during one episode, and how far it may go."""
+"""The environment seam: what the model talks to during one episode, and how far it may go; the simplest episode."""
 
 from dataclasses import dataclass
 from typing import Protocol, Self, runtime_checkable
@@ -106,3 +106,19 @@ class EpisodeLimits:
     seconds: float = 120.0
     tokens: int = 8192
     context: int | None = None
+
+
+class SingleTurn:
+    """Shows the prompt, and is done after the first response."""
+
+    def __init__(self, prompt: Prompt) -> None:
+        self._opening = Opening(prompt.messages)
+
+    async def start(self) -> Opening:
+        return self._opening
+
+    async def step(self, turn: Turn) -> Observation:
+        return Observation(done=True)
+
+    async def close(self) -> None:
+        pass

@@ -5,11 +5,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from kitae.envs.base import Agent, Environment, EpisodeLimits, World
+from kitae.envs.base import Agent, Environment, EpisodeLimits, SingleTurn, World
 from kitae.envs.config import EnvConfig
 from kitae.envs.games.game_world import Games
 from kitae.envs.mcp.mcp_world import Mcp
-from kitae.envs.single_turn import SingleTurn
 from kitae.envs.tools.tool_world import Tools
 from kitae.errors import ConfigError
 from kitae.plugins import is_plugin, load_function, nearest

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from kitae.data.chat import as_message
 from kitae.engines.base import Completion, Request, Sampled, stream_seed
-from kitae.envs.base import Environment, Observation, Opening
+from kitae.envs.base import Environment, Observation, Opening, SingleTurn
 from kitae.envs.episode_context import (
     EpisodeContext,
     Failure,
@@ -29,7 +29,6 @@ from kitae.envs.episode_context import (
     shortened,
     with_note,
 )
-from kitae.envs.single_turn import SingleTurn
 from kitae.errors import DataError, RequestError
 from kitae.store.columns import LazyColumn
 from kitae.types import (

@@ -20,10 +20,9 @@ from kitae.data.chat import Chat
 from kitae.engines.base import SamplingParams
 from kitae.engines.config import EngineConfig
 from kitae.engines.native.engine import NativeEngine
-from kitae.envs.base import EpisodeLimits, World
+from kitae.envs.base import EpisodeLimits, SingleTurn, World
 from kitae.envs.environment_registry import open_world
 from kitae.envs.rollouts import Episodes
-from kitae.envs.single_turn import SingleTurn
 from kitae.errors import ConfigError, root_cause
 from kitae.evaluation.measure import Evaluation, evaluate, measure, suite_episodes
 from kitae.evaluation.statistics import Difference, compare

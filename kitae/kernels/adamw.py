@@ -1,19 +1,54 @@
-"""AdamW in plain torch, what the kernels of `adamw` compute, and how a moment is rounded to 16 bits.
+"""AdamW in plain torch, how a moment is rounded to 16 bits, and the fp32 master of a bfloat16 parameter.
 
 A moving average in bfloat16 has 8 bits: a change of less than 1/512 would be lost by rounding to nearest, step by step
 the same way, and the average would stand still. So it is rounded up or down by chance, in proportion to what is cut
 off: right on average. The chance is a number mixed from place and step, the same on every device and after a resume.
+
+The fp32 master of a bfloat16 parameter, in two bytes beside it, to the last bit.
+
+The parameter is the upper half of its master, rounded, so that the lower half alone is kept: what the parameter lacks,
+a signed number. As integers with the same bits, of which sums and shifts wrap around:
+
+    parameter = (master + 0x8000) >> 16        rest = master - (parameter << 16)        in [-32768, 32767]
+
+That is rounding to the nearest, and away from zero where two are as near. It holds for numbers: some NaN would be
+rounded to what is none, but no step is made with a gradient that is not finite.
 """
 
 import functools
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from kitae.kernels.base import AdamWPace, AdamWPart, AdamWStep
-from kitae.kernels.masters import split, whole
+
+
+@dataclass(slots=True, eq=False)
+class Rest:
+    """The difference of a master to its parameter, int16, and the master's gradient, fp32.
+
+    It holds no reference to the parameter.
+    """
+
+    bits: Tensor
+    grad: Tensor | None = None
+
+
+def split(master: Tensor) -> tuple[Tensor, Tensor]:
+    """fp32 to bfloat16 and int16."""
+    bits = master.detach().view(torch.int32)
+    upper = bits + 0x8000 >> 16
+    return upper.to(torch.int16).view(torch.bfloat16), (bits - (upper << 16)).to(torch.int16)
+
+
+def whole(parameter: Tensor, rest: Tensor) -> Tensor:
+    """The fp32 master: the inverse of `split`."""
+    upper = parameter.detach().view(torch.int16).to(torch.int32)
+    return ((upper << 16) + rest).view(torch.float32)
+
 
 _BITS = 0xFFFFFFFF
 _PLACE, _STEP = 0x9E3779B1, 0x85EBCA6B

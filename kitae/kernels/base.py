@@ -269,7 +269,7 @@ class AdamWPace:
 class AdamWPart(NamedTuple):
     """A weight with its gradient and moments.
 
-    parameter: fp32, or bfloat16 with `rest`, int16, the difference to its fp32 master (`kitae.kernels.masters`).
+    parameter: fp32, or bfloat16 with `rest`, int16, the difference to its fp32 master (`kitae.kernels.adamw`).
     """
 
     parameter: Tensor

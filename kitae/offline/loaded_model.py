@@ -12,9 +12,8 @@ from kitae.data.messages import read_messages
 from kitae.engines.base import SamplingParams
 from kitae.engines.config import EngineConfig
 from kitae.engines.native.engine import NativeEngine
-from kitae.envs.base import EpisodeLimits
+from kitae.envs.base import EpisodeLimits, SingleTurn
 from kitae.envs.rollouts import Episodes
-from kitae.envs.single_turn import SingleTurn
 from kitae.errors import ConfigError, EngineError, root_cause
 from kitae.models.config import ModelConfig
 from kitae.models.load import check_model, load_policy

@@ -36,8 +36,7 @@ from kitae.observe.timeline import Timeline
 from kitae.observe.token_numbers import TOKENS_MB, TokenFiles
 from kitae.rl import reporting
 from kitae.rl.buffer import Buffer, SlotResult
-from kitae.rl.curriculum import Curriculum
-from kitae.rl.issue import GivenUp, Issuing
+from kitae.rl.issue import Curriculum, GivenUp, Issuing
 from kitae.rl.spot_check import SpotCheck
 from kitae.rl.watchdog import Watch, whereabouts
 from kitae.rl.weight_sync import WeightSync

@@ -112,7 +112,7 @@ async def start_offline_trainer(
     """In this process, or in ranks of their own; on other machines there is always one rank at least."""
     observer.note(f"loading {config.model.path}")
     if cluster is not None and (cluster.remote or config.cluster.ranks > 1):
-        trainer: Trainer = ranked_stage(config, "kitae.offline.offline_rank", cluster)
+        trainer: Trainer = ranked_stage(config, "kitae.offline.methods", cluster)
     else:
         trainer = supervised(method.make_objective(), config.training)
     stack.push_async_callback(trainer.close)

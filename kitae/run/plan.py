@@ -29,7 +29,7 @@ from kitae.observe.trackers import check_installed
 from kitae.offline.example_batches import ExampleBatches, opened
 from kitae.offline.methods import shape_of
 from kitae.store.run_folder import is_run
-from kitae.trainer.teacher.choose_teacher import served_teacher
+from kitae.trainer.start_trainer import served_teacher
 from kitae.trainer.teacher.frozen_teacher import check_teacher
 from kitae.types import Prompt
 from kitae.verifiers.score_calls import check_params

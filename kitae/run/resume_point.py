@@ -6,21 +6,67 @@
 
 An offline run has no journal of steps: what a step trains on follows from its number, so it simply goes on from the
 checkpoint, to the same numbers.
+
+A run also notes what it trains on: checksums of the data and of the files of its models, which must be the same when it
+goes on.
 """
 
-from dataclasses import dataclass
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from kitae.config.root import RLConfig, Root, StageConfig
-from kitae.errors import ConfigError, CorruptError, StoreError
+from kitae.config.root import DistilConfig, DistilFileConfig, RLConfig, Root, StageConfig
+from kitae.errors import ConfigError, CorruptError, DataError, ModelError, StoreError
 from kitae.evaluation.held_out import forget_after
+from kitae.models.fingerprint import fingerprint_files
+from kitae.models.load import find_model
 from kitae.observe.observer import Observer
-from kitae.run.model_files import model_files
 from kitae.store.checkpoints import START, Frontier
-from kitae.store.provenance import TrainedOn, check_data, check_models, record
+from kitae.store.journal import Journal
 from kitae.store.run_folder import Metrics, Result, RunStore, changes_of_learning, needed_again
 from kitae.store.run_summary import look
 from kitae.store.time_limit import TimeLimit
+
+_DATA, _MODELS = "data", "models"  # the events that say what the run trains on
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedOn:
+    """`TrainedOn("9f3c…", {"/models/qwen/model.safetensors": "0a1e…"})`: a checksum of the data, and of each file of
+    the models that the run loads."""
+
+    data: str
+    models: Mapping[str, str] = field(default_factory=dict)
+
+
+def check_data(journal: Journal, fingerprint: str, what: str, way_out: str) -> None:
+    """Refuse to go on with other data than before. A run that did not record its data is let pass."""
+    if _known(journal, _DATA) not in (None, fingerprint):
+        raise DataError(f"{what} or what is held out was changed since then. Put it back; or {way_out}")
+
+
+def check_models(journal: Journal, models: Mapping[str, str]) -> None:
+    """Refuse to go on with other models than before: the one that is trained, and those that it learns from."""
+    known = json.loads(_known(journal, _MODELS) or "{}")
+    changed = sorted(path for path in {*known, *models} if known.get(path) != models.get(path)) if known else []
+    if changed:
+        more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+        raise ModelError(
+            f"the models must be those that the run began with, but {changed[0]}{more} was changed, added or removed "
+            f"since then. Put it back; or start a new run, or give all steps up: --from {START} --forget"
+        )
+
+
+async def record(journal: Journal, origin: TrainedOn) -> None:
+    """From here on, this is what it trains on."""
+    for kind, now in ((_DATA, origin.data), (_MODELS, json.dumps(dict(origin.models)))):
+        if _known(journal, kind) != now:
+            await journal.add_event(kind, now)
+
+
+def _known(journal: Journal, kind: str) -> str | None:
+    return next((detail for _, each, detail in reversed(journal.events()) if each == kind), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,3 +209,12 @@ def finished(folder: Path, config: Root) -> Result | None:
             f"RECIPE model.path={folder} (or train all of its steps again, from its journal, with --from start)"
         )
     return None
+
+
+def model_files(config: Root) -> dict[str, str]:
+    """Checksums of those that are on this machine."""
+    paths = [config.model.path]
+    if isinstance(config, DistilFileConfig) or (isinstance(config, DistilConfig) and config.method.teacher.path):
+        paths.append(config.method.teacher.path)
+    found = (find_model(path, download=False) for path in paths)
+    return fingerprint_files({folder.resolve() for folder in found if folder is not None})

@@ -32,8 +32,7 @@ from kitae.run.plan import OfflinePlan, RLPlan, make_plan
 from kitae.run.resume_point import ResumePoint, begin_at, check_models_of, finished, resume_point
 from kitae.run.services import RunServices
 from kitae.store.checkpoints import START, Frontier
-from kitae.store.disk import disk_errors, flush
-from kitae.store.permissions import private
+from kitae.store.disk import disk_errors, flush, private
 from kitae.store.run_folder import Result, RunStore
 from kitae.trainer.base import Trainer
 from kitae.workers.backends import counts_of, open_cluster

@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 
 from kitae.engines.base import EngineStats
-from kitae.serving.admission import AdmissionControl
 from kitae.serving.api_keys import Account
 from kitae.serving.base import Answer
+from kitae.serving.refusals import AdmissionControl
 
 _GAUGES = ("version", "running", "waiting")
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)

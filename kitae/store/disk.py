@@ -1,4 +1,4 @@
-"""What the disk must have before something else may rely on it, and what it says when it is full."""
+"""What the disk must have before something else may rely on it, who may read it, and what it says when it is full."""
 
 import errno
 import os
@@ -60,3 +60,22 @@ def disk_errors(folder: Path) -> Iterator[None]:
         if error.errno not in _OF_DISKS or not path.absolute().is_relative_to(folder.absolute()):
             raise
         raise explained(path, error) from error
+
+
+_PRIVATE = 0o077
+
+
+@contextmanager
+def private(shared: bool) -> Iterator[None]:
+    """Files and folders that this process, and those that it starts, make in here are for their user alone, unless
+    shared.
+
+    It holds for all threads. Where it is nested, the outermost ends it.
+    """
+    before = os.umask(_PRIVATE)
+    if shared:
+        os.umask(before)
+    try:
+        yield
+    finally:
+        os.umask(before)

@@ -27,9 +27,8 @@ from kitae.data.prompt_stream import PromptStream
 from kitae.engines.base import Request, SamplingParams
 from kitae.engines.engine_pool import EnginePool
 from kitae.engines.fake import FakeEngine, Pace
-from kitae.envs.base import EpisodeLimits
+from kitae.envs.base import EpisodeLimits, SingleTurn
 from kitae.envs.rollouts import Episodes
-from kitae.envs.single_turn import SingleTurn
 from kitae.errors import ConfigError
 from kitae.observe.observer import Reported, Silent
 from kitae.rl.loops import NoEvaluations, Pipeline

@@ -16,11 +16,10 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from kitae.kernels.adamw import adamw
+from kitae.kernels.adamw import Rest, adamw, split, whole
 from kitae.kernels.allocation import set_master
 from kitae.kernels.base import AdamWPace, AdamWPart, AdamWStep
 from kitae.kernels.devices import training_kernels
-from kitae.kernels.masters import Rest, split, whole
 from kitae.trainer.collective_ops import Alone, Ranks, local
 from kitae.trainer.config import LearningConfig
 

@@ -11,19 +11,27 @@
 A column holds the tokens after the prompt, the mask, the weights of the loss tokens, or a column that a loss reads. A
 value that is the same over all tokens of a response (advantage, weight, score, most versions) is sent once, as a run.
 What lies in files (`kitae.store.columns`) is read by the rank; the header has the folder and the file names.
+
+Conditions of a batch and numbers of a step travel in the same frames.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from kitae.algorithms.control import Coefficients, Signal
+from kitae.observe.meter import Key, Kind, Sum, Totals
 from kitae.store.columns import Filed, LazyColumn, column_files
-from kitae.trainer.parallel.rank_frames import Arrays, Header
+from kitae.trainer.base import Conditions, Mark
 from kitae.types import LazyArray, Sample, SampleKey
 from kitae.workers.frames import Array
+
+Header = dict[str, Any]
+Arrays = dict[str, Array]
 
 _PLAIN, _RUNS, _FILED = 0, 1, 2  # kinds of pieces
 _TOKENS, _MASK, _WEIGHT = "tokens", "mask", "weight"
@@ -189,3 +197,45 @@ def _run_starts(values: Array) -> Array:
     bits = np.ascontiguousarray(values).view(f"u{values.dtype.itemsize}")
     starts: Array = np.flatnonzero(np.concatenate([[True], bits[1:] != bits[:-1]])[: len(values)])
     return starts
+
+
+_KEYS: dict[str, type[Enum]] = {"mark": Mark, "signal": Signal}
+
+
+def conditions_of(record: Mapping[str, Any]) -> Conditions:
+    """From what `asdict` made of them."""
+    return Conditions(record["version"], Coefficients(**record["coefficients"]))
+
+
+def totals_to_wire(totals: Totals) -> tuple[Header, Arrays]:
+    entries = [[*_named(key), value.kind.name, list(value.sums)] for key, value in totals.entries.items()]
+    arrays = {
+        f"{place}:{name}": values
+        for place, columns in enumerate(totals.tokens.values())
+        for name, values in columns.items()
+    }
+    tokens = [[list(key), list(columns)] for key, columns in totals.tokens.items()]
+    return {"entries": entries, "tokens": tokens}, arrays
+
+
+def totals_of_wire(header: Header, arrays: Mapping[str, Array]) -> Totals:
+    entries: dict[Key, Sum] = {
+        _key(kind, name): Sum(Kind[how], tuple(map(float, sums))) for kind, name, how, sums in header["entries"]
+    }
+    tokens = {
+        (key[0], key[1], key[2]): {name: arrays[f"{place}:{name}"] for name in columns}
+        for place, (key, columns) in enumerate(header["tokens"])
+    }
+    return Totals(entries, tokens)
+
+
+def _named(key: Any) -> tuple[str, str]:
+    for kind, keys in _KEYS.items():
+        if isinstance(key, keys):
+            return kind, key.name
+    assert isinstance(key, str), f"{key!r} is no name of a metric, and no key that ranks know"
+    return "name", key
+
+
+def _key(kind: str, name: str) -> str | Enum:
+    return name if kind == "name" else _KEYS[kind][name]

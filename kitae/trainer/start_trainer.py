@@ -1,15 +1,16 @@
-"""From the settings to a trainer and a learner: the one place that knows every kind of trainer."""
+"""From the settings to a trainer, a learner and a teacher: the one place that knows every kind of them."""
 
 import os
 from collections.abc import Callable
 
 from kitae.algorithms.control import Control
 from kitae.algorithms.group_stages import GroupStages
-from kitae.config.root import RLConfig, Root
+from kitae.clients.service import Service
+from kitae.config.root import DistilConfig, RLConfig, Root
 from kitae.models.load import load_policy
 from kitae.models.policy import Policy
 from kitae.observe.token_numbers import MOST_TOKENS, TokenChoice
-from kitae.trainer.base import Trainer
+from kitae.trainer.base import OutsideTeacher, Trainer
 from kitae.trainer.build_worker import learning_worker, make_critic, supervised_worker
 from kitae.trainer.collective_ops import Ranks
 from kitae.trainer.config import LearningConfig
@@ -18,7 +19,9 @@ from kitae.trainer.local_trainer import LocalTrainer
 from kitae.trainer.objectives import Objective
 from kitae.trainer.parallel.distributed_trainer import POOL as TRAINER
 from kitae.trainer.parallel.distributed_trainer import RankedTrainer
-from kitae.trainer.teacher.choose_teacher import inside_teacher, outside_teacher, served_teacher
+from kitae.trainer.teacher.frozen_teacher import Teacher, load_teacher
+from kitae.trainer.teacher.served_teacher import ServedTeacher
+from kitae.trainer.teacher.teacher_process import TeacherPool
 from kitae.workers.base import Cluster
 from kitae.workers.config import ClusterConfig, PoolConfig
 
@@ -73,3 +76,47 @@ def make_learner(config: RLConfig, trainer: Trainer) -> Learner:
 def supervised(objective: Objective, training: LearningConfig, ranks: Ranks | None = None) -> LocalTrainer:
     """A trainer of one model for one objective, with one update in each step."""
     return LocalTrainer(supervised_worker(objective, training, ranks))
+
+
+def inside_teacher(config: RLConfig, student: Policy) -> Teacher | None:
+    """A teacher in this process, if the run has one."""
+    if not isinstance(config, DistilConfig) or not config.method.teacher.path:
+        return None
+    if config.method.teacher.place == "process":
+        return None
+    return load_teacher(config.model, config.method.teacher.path, student, config.training, config.sampling.temperature)
+
+
+def outside_teacher(config: RLConfig, student: Policy, note: Callable[[str], None]) -> OutsideTeacher | None:
+    """A teacher behind a server or in a process of its own, if the run has one."""
+    return served_teacher(config) or _teacher_process(config, student, note)
+
+
+def _teacher_process(config: RLConfig, student: Policy, note: Callable[[str], None]) -> TeacherPool | None:
+    if not isinstance(config, DistilConfig) or config.method.teacher.place != "process":
+        return None
+    teacher = config.method.teacher
+    return TeacherPool(
+        config.model,
+        teacher.path,
+        student,
+        config.training,
+        config.sampling.temperature,
+        device=teacher.device,
+        threads=teacher.threads,
+        note=note,
+    )
+
+
+def served_teacher(config: RLConfig) -> ServedTeacher | None:
+    if not isinstance(config, DistilConfig) or not config.method.teacher.url:
+        return None
+    teacher = config.method.teacher
+    service = Service(
+        base_url=teacher.url,
+        model=teacher.model,
+        key_env=teacher.key_env,
+        concurrency=teacher.concurrency,
+        cache=teacher.cache,
+    )
+    return ServedTeacher(service)

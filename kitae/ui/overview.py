@@ -11,7 +11,7 @@ from kitae.observe.step_report import PARTS
 from kitae.store.journal import Journal
 from kitae.store.run_summary import RunView
 from kitae.ui import prompt_history
-from kitae.ui.library import file_of
+from kitae.ui.library import file_of, raw_settings, settings_of
 from kitae.ui.records import (
     ConsoleEnd,
     Diagnosed,
@@ -24,7 +24,6 @@ from kitae.ui.records import (
     RunSummary,
     SettingDifference,
 )
-from kitae.ui.settings import raw_settings, settings_of
 from kitae.ui.tables import Tables
 
 if TYPE_CHECKING:

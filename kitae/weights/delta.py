@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from kitae.weights.base import DeltaPart, Encoding
-from kitae.weights.bits import Bits, bits, copy, integers
-from kitae.weights.layout import LIMIT, aligned
+from kitae.weights.layout import LIMIT, Bits, aligned, bits, copy, integers
 
 _POSITION = np.dtype(np.uint32)
 _BYTE = np.dtype(np.uint8)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from kitae.weights.base import Manifest
-from kitae.weights.chunks import Chunk, delta_chunks, image_chunks
+from kitae.weights.layout import Chunk, delta_chunks, image_chunks
 
 _RESUMED = 3  # times that the download of one bucket goes on after a broken connection
 _READ = 2**20  # bytes at a time

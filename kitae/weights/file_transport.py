@@ -14,8 +14,7 @@ from torch import Tensor
 
 from kitae.errors import EngineError
 from kitae.weights.base import Address, Manifest, Mode
-from kitae.weights.chunks import Chunk, delta_chunks, image_chunks
-from kitae.weights.layout import LIMIT
+from kitae.weights.layout import LIMIT, Chunk, delta_chunks, image_chunks
 from kitae.weights.publisher import BucketPublisher
 from kitae.weights.receiver import PullReceiver
 from kitae.weights.stores import FolderStore, NamedBuckets

@@ -16,10 +16,8 @@ from torch import Tensor
 from kitae.errors import EngineError
 from kitae.models.whole import whole
 from kitae.weights.base import Bucket, Entry, Manifest, Mode
-from kitae.weights.bits import bits, copy, integers, raw
-from kitae.weights.checksum import Checksum
 from kitae.weights.delta import Encoder, changed_positions
-from kitae.weights.layout import LIMIT, lay_out, pieces
+from kitae.weights.layout import LIMIT, Checksum, bits, copy, integers, lay_out, pieces, raw
 from kitae.weights.published_version import ReadWriteLock
 
 

@@ -11,9 +11,7 @@ from torch import Tensor
 
 from kitae.weights import delta
 from kitae.weights.base import DeltaPart, Manifest
-from kitae.weights.bits import copy, raw
-from kitae.weights.checksum import Checksum
-from kitae.weights.layout import Piece, contents
+from kitae.weights.layout import Checksum, Piece, contents, copy, raw
 
 
 class Reader(Protocol):

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from kitae.errors import EngineError
 from kitae.weights.base import Address, Bucket, Manifest, Mode
-from kitae.weights.bits import copy
-from kitae.weights.layout import LIMIT, starts
+from kitae.weights.layout import LIMIT, copy, starts
 from kitae.weights.publisher import BucketPublisher
 from kitae.weights.receiver import PullReceiver
 

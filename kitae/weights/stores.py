@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kitae.errors import EngineError
 from kitae.weights.base import Bucket, Manifest
-from kitae.weights.chunks import chunk_name
+from kitae.weights.layout import chunk_name
 
 _OURS = re.compile(r"(image|delta)-\d{5,}-[0-9a-f]{16}")
 _DRAFT = re.compile(_OURS.pattern + r"\.\d+\.tmp")

@@ -1,4 +1,6 @@
-"""Tasks that run beside what their owner does. asyncio itself keeps only weak references to tasks."""
+"""Tasks that run beside what their owner does, of which asyncio itself keeps only weak references; waiting with a
+deadline.
+"""
 
 import asyncio
 from collections.abc import Coroutine
@@ -35,3 +37,22 @@ class BackgroundTasks:
     async def finish(self) -> None:
         """Wait until all tasks have ended by themselves."""
         await asyncio.gather(*self.tasks, return_exceptions=True)
+
+
+SLICES = 10  # of a deadline
+
+
+async def within(seconds: float, task: asyncio.Task[T]) -> T:
+    """The result of a task; `TimeoutError` if it takes longer, in which case it is cancelled.
+
+    The deadline is counted in slices, so that an event loop that was blocked (by a training step, say) is late for one
+    slice of it and does not take its own delay for that of a process.
+    """
+    try:
+        for _ in range(SLICES):
+            await asyncio.wait({task}, timeout=seconds / SLICES)
+            if task.done():
+                return task.result()
+        raise TimeoutError
+    finally:
+        task.cancel()

@@ -14,8 +14,8 @@ from typing import Any
 
 import kitae.errors as errors
 from kitae.errors import KitaeError, WorkerLost
+from kitae.workers.background_tasks import within
 from kitae.workers.base import Cluster, LaunchError, LaunchSpec, WorkerProcess
-from kitae.workers.deadlines import within
 from kitae.workers.frames import Array, Frame, pack_frame, read_frame
 
 _SLICES = 10  # of the longest silence

@@ -21,8 +21,7 @@ from kitae.engines.process.process_engine import ProcessEngine
 from kitae.errors import WeightsDamaged
 from kitae.models.config import ModelConfig
 from kitae.models.policy import Policy
-from kitae.weights.cuda_memory import CudaMemory
-from kitae.weights.ipc import IpcPublisher
+from kitae.weights.ipc import CudaMemory, IpcPublisher
 from kitae.weights.probe import score_probe
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from kitae.kernels.adamw import adamw as plain
+from kitae.kernels.adamw import split, whole
 from kitae.kernels.base import AdamWPace, AdamWPart
 from kitae.kernels.devices import has_triton
-from kitae.kernels.masters import split, whole
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and has_triton()
 pytestmark = [

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kitae.kernels.masters import whole
+from kitae.kernels.adamw import whole
 from kitae.models.load import export_policy
 from kitae.trainer.parallel.mesh import OFFLOADS, Offload, Parallel
 

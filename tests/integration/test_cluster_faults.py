@@ -441,7 +441,7 @@ def nodes(trial: Callable[..., Trial]) -> Iterator[Any]:
     """With the episode_context of the trial. The controller's node has no place for anybody else."""
     if find_spec("ray") is None:
         pytest.skip("ray is not installed: pip install 'kitae[cluster]'")
-    from kitae.workers.ray.local_nodes import OwnNodes
+    from kitae.workers.ray.ray_session import OwnNodes
 
     own = OwnNodes.start(1)
     for _ in range(2):

@@ -92,7 +92,7 @@ def test_from_one_to_three_to_one_and_a_loss(run: Path) -> None:
 def nodes() -> Iterator[Any]:
     if find_spec("ray") is None:
         pytest.skip("ray is not installed: pip install 'kitae[cluster]'")
-    from kitae.workers.ray.local_nodes import OwnNodes
+    from kitae.workers.ray.ray_session import OwnNodes
 
     own = OwnNodes.start(3)
     yield own

@@ -11,7 +11,6 @@ import pytest
 from harness import RECIPE, VERIFIER, finish, kitae, run_toy, toy_config
 from test_going_on import crash_at, go_on, score_file
 
-from kitae.cli import diagnose as diagnose_command
 from kitae.cli import runs
 from kitae.errors import ConfigError
 from kitae.observe.attach_observers import watched
@@ -171,7 +170,7 @@ def test_the_command_line_says_what_is_wrong(tmp_path: Path, capsys: pytest.Capt
     event = json.loads(heard.read_text())
     assert event["event"] == "crash" and event["status"] == "crashed" and "service is down" in event["message"]
     run = str(tmp_path / "toy-001")
-    diagnose_command.diagnose(Path(run), as_json=False)
+    runs.diagnose(Path(run), as_json=False)
     said = capsys.readouterr().out
     assert said.startswith(f"{run}: crashed, step 0 of 6\n\nbad      The run did not end by itself (crashed)\n")
     assert "service is down" in said and f"kitae resume {run}" in " ".join(said.split())
@@ -183,9 +182,9 @@ def test_the_command_line_finds_nothing(tmp_path: Path, capsys: pytest.CaptureFi
     settings = (*SHORT, "training.steps=4", "training.prompts_per_step=1", "verifier.check_gold=false")
     run_toy(tmp_path, own, *settings)
     run = tmp_path / "toy-001"
-    diagnose_command.diagnose(run, as_json=False)
+    runs.diagnose(run, as_json=False)
     assert f"nothing is wrong, by {len(RULES)} rules" in capsys.readouterr().out
-    diagnose_command.diagnose(run, as_json=True)
+    runs.diagnose(run, as_json=True)
     assert json.loads(capsys.readouterr().out) == []
     runs.clean([run], weights_only=False, yes=False)
     assert "tokens" not in capsys.readouterr().out

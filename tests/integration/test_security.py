@@ -13,13 +13,12 @@ from pathlib import Path
 import pytest
 from harness import run_toy
 
-from kitae.cli.serve import serve
-from kitae.cli.ui import ui
+from kitae.cli.serve import serve, ui
 from kitae.envs.command import command_world
 from kitae.envs.command.command_world import CommandWorld
 from kitae.observe.config import ObserveConfig
 from kitae.observe.prometheus import MetricsServer
-from kitae.serving.start_server import ServerSettings
+from kitae.serving.server_settings import ServerSettings
 from kitae.weights.bucket_server import ChunkServer, Shop
 from kitae.weights.process_group import BroadcastGroup, host_store, join_store
 

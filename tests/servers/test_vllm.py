@@ -19,8 +19,8 @@ from kitae.engines.config import EngineConfig
 from kitae.engines.engine_pool import EnginePool
 from kitae.engines.servers.server_client import Line
 from kitae.engines.servers.server_engine import ServerEngine
-from kitae.engines.servers.start_servers import start_servers
 from kitae.engines.servers.vllm import VLLM
+from kitae.engines.start_engine import start_servers
 from kitae.errors import EngineError
 from kitae.models.config import ModelConfig
 from kitae.models.load import load_policy

@@ -46,7 +46,7 @@ CONCRETE = {
 
 PUTS_TOGETHER = {
     "kitae.run.assembly",
-    "kitae.offline.offline_rank",
+    "kitae.offline.methods",
     "kitae.offline.loaded_model",
 }
 

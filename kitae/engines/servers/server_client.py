@@ -10,7 +10,7 @@ import json
 from collections.abc import AsyncIterator, Awaitable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from kitae.workers.deadlines import within
+from kitae.workers.background_tasks import within
 
 if TYPE_CHECKING:
     import httpx

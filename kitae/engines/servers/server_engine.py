@@ -33,9 +33,8 @@ from kitae.engines.servers.server_client import LineLost, Refusal
 from kitae.errors import EngineError, EngineLost, RequestError, WeightsDamaged
 from kitae.weights.probe import Probe, probe_tokens
 from kitae.weights.published_version import WeightStore, hold_update
-from kitae.workers.background_tasks import BackgroundTasks
+from kitae.workers.background_tasks import BackgroundTasks, within
 from kitae.workers.connection import Deadlines
-from kitae.workers.deadlines import within
 
 T = TypeVar("T")
 

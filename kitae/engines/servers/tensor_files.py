@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kitae.weights.bits import raw
-from kitae.weights.checksum import Checksum
+from kitae.weights.layout import Checksum, raw
 
 WEIGHTS = "model.safetensors"
 SUMS = "kitae_checksums.json"

@@ -44,12 +44,11 @@ from kitae.envs.episode_processes import EpisodeProcesses, EpisodeProcessLost
 from kitae.envs.program_variables import program_variables
 from kitae.errors import ConfigError, KitaeWarning
 from kitae.section import Section
-from kitae.serving.admission import AdmissionControl
 from kitae.serving.app import chat_routes, make_app, name_routes
 from kitae.serving.base import Model
 from kitae.serving.handlers import AnswerPolicy, ChatHandlers
 from kitae.serving.http_bodies import endpoint, json_response, read_body
-from kitae.serving.refusals import Refused
+from kitae.serving.refusals import AdmissionControl, Refused
 from kitae.serving.request_bodies import RequestBody
 from kitae.serving.responses import AnswerRenderer
 from kitae.serving.running_server import serving

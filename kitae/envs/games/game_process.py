@@ -11,9 +11,8 @@ import random
 from collections.abc import Mapping
 from typing import Any
 
-from kitae.envs.games.base import Game, GameMaker, Move
-from kitae.envs.games.gymnasium import Gymnasium
-from kitae.envs.games.textarena import TextArena
+from kitae.envs.games.guess import Game, GameMaker, Move
+from kitae.envs.games.textarena import Gymnasium, TextArena
 from kitae.errors import ConfigError
 from kitae.workers.templates.template_main import Answer, serve
 

@@ -13,8 +13,7 @@ from pydantic import Field, JsonValue
 from kitae.envs.base import Observation, Opening
 from kitae.envs.config import read_params
 from kitae.envs.episode_processes import EpisodeProcess, EpisodeProcesses
-from kitae.envs.games.base import Game, Move
-from kitae.envs.games.guess import Guess
+from kitae.envs.games.guess import Game, Guess, Move
 from kitae.envs.tools.base import readable, shortened
 from kitae.errors import ConfigError
 from kitae.section import Section

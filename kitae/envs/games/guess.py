@@ -1,15 +1,36 @@
-"""Guess the number; each answer says whether the guess was too low or too high."""
+"""The interface of a game, and the simplest one: guess the number; each answer says whether it was too low or high."""
 
 import random
 import re
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from pydantic import Field
 
 from kitae.envs.config import read_params
-from kitae.envs.games.base import Move
 from kitae.section import Section
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """The result of a move: `Move("Too low.")`, `Move("Right!", reward=1.0, done=True)`."""
+
+    text: str
+    reward: float = 0.0
+    done: bool = False
+
+
+class Game(Protocol):
+    """One game, played once. `start` returns the first text for the player, `move` the result of a move."""
+
+    def start(self) -> str: ...
+    def move(self, said: str) -> Move: ...
+
+
+GameMaker = Callable[[int, Mapping[str, Any]], Game]
+"""Makes a game from a seed and options."""
+
 
 _NUMBER = re.compile(r"\d{1,20}")
 

@@ -3,21 +3,76 @@
 Norms are made again in the backward pass, as is the gated product of the MLP: neither is kept. In fp32, and on CPUs
 with tile registers, the gradients of weights are added into fp32 by the products themselves: into the gradient of the
 master weight where there is one (`gradient_of`), so that none in bfloat16 ever exists, and none is made to be added.
+
+The experts of a layer are one differentiable function. Pairs of a token and an expert are sorted by expert once. Then
+some experts at a time, those that have any, read their rows, compute with them, and add what they made to the rows of
+their tokens: what lies in between is of a few hundred pairs, or of one expert. A token's experts are added in their own
+order, whatever the number of threads.
+
+Legend: T tokens, K experts of each, S = T · K pairs, E experts, H width of the model, I inner width of an expert.
 """
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from kitae.kernels.allocation import add_gradient, gradient_of, joined, keep, kept
-from kitae.kernels.base import ModuleKernels, SoftmaxKernels, SpanKernels, TrainingKernels
-from kitae.kernels.cpu import ops
-from kitae.kernels.cpu.expert_training import experts
-from kitae.kernels.cpu.gradients import add_product, weight_gradient
+from kitae.kernels.base import GateLimits, ModuleKernels, SoftmaxKernels, SpanKernels, TrainingKernels
+from kitae.kernels.cpu import amx, ops
 from kitae.kernels.layer_functions import layer_kernels
+
+
+def add_product(total: Tensor, dy: Tensor, x: Tensor) -> None:
+    """`total += dy.T @ x` for rows dy `[M, N]` and x `[M, K]`; total in fp32."""
+    if dy.dtype == torch.bfloat16 and total.is_contiguous() and amx.can_add_outer(*total.shape):
+        amx.add_outer(total, *(t if t.stride(1) == 1 else t.contiguous() for t in (dy, x)))
+    elif dy.dtype == torch.float32:
+        total.addmm_(dy.t(), x)
+    else:
+        total += torch.mm(dy.t(), x)
+
+
+def weight_gradient(weight: Tensor, dy: Tensor, x: Tensor) -> Tensor | None:
+    """The gradient of a weight for autograd; None if it has been added to that of the master."""
+    into = gradient_of(weight)
+    if into is None and not (weight.dtype == torch.bfloat16 and amx.can_add_outer(*weight.shape)):
+        return torch.mm(dy.t(), x)
+    total = torch.zeros(weight.shape, dtype=torch.float32) if into is None else into
+    add_product(total, dy, x)
+    return total.to(weight.dtype) if into is None else None
+
+
+class StackGradient:
+    """The gradient of weights that lie in one tensor `[E, N, K]`, filled one by one: others are not touched.
+
+    turned: the weights lie as `[E, K, N]`. made: the gradient for autograd, at the end; None where it has been added to
+    that of the master, and for weights that are frozen or missing.
+    """
+
+    def __init__(self, weights: Tensor | None, needed: bool, *, turned: bool = False) -> None:
+        self._into = gradient_of(weights) if needed and weights is not None else None
+        self.made = torch.zeros_like(weights) if needed and weights is not None and self._into is None else None
+        self._turned = turned
+
+    def add(self, parts: Sequence[tuple[int, slice]], dy: Tensor, x: Tensor) -> None:
+        """Add `dy.T @ x` of each part of the rows to the gradient of the weight named with it, each at most once."""
+        dy, x = (x, dy) if self._turned else (dy, x)
+        for index, part in parts:
+            if self._into is not None:
+                add_product(self._into[index], dy[part], x[part])
+            elif self.made is not None:
+                torch.mm(dy[part].t(), x[part], out=self.made[index])
+
+    def add_rows(self, parts: Sequence[tuple[int, slice]], dy: Tensor, weight: Tensor | None = None) -> None:
+        """The same for biases `[E, N]`: add the sum of the rows, each times its weight."""
+        total = self.made if self._into is None else self._into
+        if total is not None:
+            for index, part in parts:
+                rows = dy[part].float()
+                total[index] += rows.sum(0) if weight is None else weight[part] @ rows
 
 
 def _bias_gradient(bias: Tensor | None, dy: Tensor) -> Tensor | None:
@@ -180,6 +235,118 @@ class _Embedding(torch.autograd.Function):
 def embedding(tokens: Tensor, weight: Tensor, padding: int | None) -> Tensor:
     """Rows of the weight, differentiable; padding: a token whose row does not learn from it."""
     out: Tensor = _Embedding.apply(tokens, weight, -1 if padding is None else padding)  # type: ignore[no-untyped-call]
+    return out
+
+
+_ROWS = 512  # of a block: what lies in between stays in the cache, and short parts are gathered and gated at once
+
+
+class _Block(NamedTuple):
+    """Sorted pairs of some experts: where they begin and end, and, counted from there, those of each expert."""
+
+    at: slice
+    parts: list[tuple[int, slice]]
+
+
+def _blocks(chosen_TK: Tensor, experts: int) -> list[_Block]:
+    """Blocks of the chosen experts, each with as few more rows than `_ROWS` as whole experts allow."""
+    found, parts, start, end = [], [], 0, 0
+    counts = torch.bincount(chosen_TK.flatten(), minlength=experts).tolist()
+    if len(counts) > experts:
+        raise IndexError(f"experts are numbered from 0 to {experts - 1}, got {len(counts) - 1}")
+    for expert, count in enumerate(counts):
+        if count:
+            parts.append((expert, slice(end - start, end - start + count)))
+            end += count
+        if end - start >= _ROWS or (parts and expert == experts - 1):
+            found.append(_Block(slice(start, end), parts))
+            parts, start = [], end
+    return found
+
+
+def _times(
+    rows: Tensor, weights: Tensor, block: _Block, *, bias: Tensor | None = None, out: Tensor | None = None
+) -> Tensor:
+    """The rows of each expert times its own of the weights `[E, K, N]`, plus its own bias."""
+    out = rows.new_empty(len(rows), weights.shape[2]) if out is None else out
+    for expert, part in block.parts:
+        if bias is None:
+            torch.mm(rows[part], weights[expert], out=out[part])
+        else:
+            torch.addmm(bias[expert], rows[part], weights[expert], out=out[part])
+    return out
+
+
+class _Experts(torch.autograd.Function):
+    """Keeps gates and ups `[S, 2 I]` beside its inputs. Rows of tokens are gathered again in the backward pass, and
+    gated products made again, in the places of their gradients."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_TH: Tensor,
+        chosen_TK: Tensor,
+        gates_TK: Tensor,
+        gate_up: Tensor,
+        down: Tensor,
+        gate_up_bias: Tensor | None,
+        down_bias: Tensor | None,
+        limits: GateLimits | None,
+    ) -> Tensor:
+        blocks = _blocks(chosen_TK, len(down))
+        order_S = chosen_TK.flatten().argsort(stable=True)
+        token_S, gate_S = order_S // chosen_TK.shape[1], gates_TK.flatten()[order_S].float()
+        to_both, to_out = (w if limits else w.transpose(1, 2) for w in (gate_up, down))
+        both_S2I = x_TH.new_empty(len(order_S), to_both.shape[2])
+        out_TH = torch.zeros(x_TH.shape, dtype=torch.float32)
+        for block in blocks:
+            token, both = token_S[block.at], both_S2I[block.at]
+            _times(x_TH[token], to_both, block, bias=gate_up_bias, out=both)
+            made = _times(ops.gate_rows(both, limits), to_out, block, bias=down_bias)
+            ops.add_rows(out_TH, token, made, gate_S[block.at])
+        keep(ctx, x_TH, gates_TK, gate_up, down, gate_up_bias, down_bias, both_S2I, order_S, token_S, gate_S)
+        ctx.blocks, ctx.limits = blocks, limits
+        return out_TH.to(x_TH.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """The gradient of a gate is the product of an expert's activations with theirs: outputs are not needed."""
+        x_TH, gates_TK, gate_up, down, gate_up_bias, down_bias, both_S2I, order_S, token_S, gate_S = kept(ctx)
+        limits: GateLimits | None = ctx.limits
+        of_x, _, _, *of_weights, _ = ctx.needs_input_grad
+        learning = zip((gate_up, down, gate_up_bias, down_bias), of_weights, strict=True)
+        made = [StackGradient(weights, needed, turned=limits is not None) for weights, needed in learning]
+        dgate_up, ddown, dgate_up_bias, ddown_bias = made
+        from_both, from_out = (w.transpose(1, 2) if limits else w for w in (gate_up, down))
+        dx_TH = torch.zeros(x_TH.shape, dtype=torch.float32) if of_x else None
+        dgate_S = torch.empty_like(gate_S)
+        for block in ctx.blocks:
+            token, both, gate = token_S[block.at], both_S2I[block.at], gate_S[block.at]
+            dmade = grads[0][token]
+            act = _times(dmade, from_out, block)
+            dgate = ops.gate_rows_again(act, both, gate, limits)
+            ddown.add(block.parts, dmade, act)
+            if limits is not None:
+                for expert, part in block.parts:
+                    dgate[part] += dmade[part].float() @ down_bias[expert].float()
+                ddown_bias.add_rows(block.parts, dmade, gate)
+                dgate_up_bias.add_rows(block.parts, both)
+            dgate_S[block.at] = dgate
+            if of_weights[0]:
+                dgate_up.add(block.parts, both, x_TH[token])
+            if dx_TH is not None:
+                ops.add_rows(dx_TH, token, _times(both, from_both, block))
+        torch.autograd.graph.increment_version(both_S2I)  # so that torch refuses a second backward pass
+        dgates_TK = torch.empty_like(gate_S).index_copy_(0, order_S, dgate_S).view(gates_TK.shape).to(gates_TK.dtype)
+        return None if dx_TH is None else dx_TH.to(x_TH.dtype), None, dgates_TK, *(each.made for each in made), None
+
+
+def experts(
+    x: Tensor, chosen: Tensor, gates: Tensor, gate_up: Tensor, down: Tensor, limits: GateLimits | None = None
+) -> Tensor:
+    """See `kitae.kernels.base.Experts`."""
+    biases = (None, None) if limits is None else (limits.gate_up_bias, limits.down_bias)
+    out: Tensor = _Experts.apply(x, chosen, gates, gate_up, down, *biases, limits)  # type: ignore[no-untyped-call]
     return out
 
 

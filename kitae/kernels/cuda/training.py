@@ -676,7 +676,7 @@ def _adamw(
     BLOCK: tl.constexpr, SPLIT: tl.constexpr, HALF: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """A step of AdamW on weight, mean and square, with the gradient times `scale`; SPLIT: the weight is bfloat16, and
-    its master made again from the rest, as in `kitae.kernels.masters`.
+    its master made again from the rest, as in `kitae.kernels.adamw`.
 
     One program for every BLOCK numbers of a part; `owners` says of which. One launch for all weights: the host would
     take longer for hundreds than the device. Clipping, update and rounding are one pass over memory. The factor of

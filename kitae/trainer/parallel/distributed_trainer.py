@@ -22,8 +22,7 @@ from kitae.errors import KitaeError, TrainerError, TrainerLost, WorkerLost, root
 from kitae.observe.meter import Totals
 from kitae.trainer.base import Batch, Column, OutsideTeacher, annotate_with, annotated
 from kitae.trainer.forward import split_rows, token_budget
-from kitae.trainer.parallel.rank_frames import totals_of_wire
-from kitae.trainer.sample_wire import samples_to_wire
+from kitae.trainer.sample_wire import samples_to_wire, totals_of_wire
 from kitae.types import Sample, SampleKey
 from kitae.weights.base import Address, Manifest, Mode
 from kitae.weights.process_group import host_store

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kitae.kernels.allocation import gc_frozen
-from kitae.trainer.parallel.rank_frames import Arrays, Header, conditions_of, totals_to_wire
-from kitae.trainer.sample_wire import samples_of_wire
+from kitae.trainer.sample_wire import Arrays, Header, conditions_of, samples_of_wire, totals_to_wire
 from kitae.workers.frames import Frame
 from kitae.workers.serve import Call, Reply, Send, Served, serve
 

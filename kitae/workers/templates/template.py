@@ -19,11 +19,10 @@ from contextlib import suppress
 from typing import Any, Generic, Literal, TypeVar
 
 from kitae.errors import KitaeError
-from kitae.workers.deadlines import within
-from kitae.workers.process_output import Words
+from kitae.workers.background_tasks import within
 from kitae.workers.process_status import describe
 from kitae.workers.templates.template_main import MAX_CONTROL
-from kitae.workers.templates.worker_handle import TemplateWorker
+from kitae.workers.templates.worker_handle import TemplateWorker, Words
 
 GreetingT = TypeVar("GreetingT")
 _Request = Literal["spawn"] | Mapping[Literal["reap"], int]

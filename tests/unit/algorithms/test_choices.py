@@ -30,7 +30,7 @@ from fixture_p import (
 from short_settings import algorithm_with
 
 from kitae.algorithms.corrections import CORRECTIONS
-from kitae.algorithms.covariance import covariance_ranks
+from kitae.algorithms.group_stages import covariance_ranks
 from kitae.algorithms.regularisers import REGULARISERS
 from kitae.algorithms.reward_shaping import StepRewards
 from kitae.algorithms.stages import STAGES

@@ -12,8 +12,7 @@ import pytest
 from written_runs import HOSTILE, WrittenRun
 
 from kitae.cli import show as showing
-from kitae.cli.pager import pager
-from kitae.cli.show import Asked
+from kitae.cli.show import Asked, pager
 from kitae.errors import StoreError
 from kitae.ui.queries import RolloutFilter, rollouts
 

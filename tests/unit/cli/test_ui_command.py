@@ -12,7 +12,7 @@ import httpx
 import pytest
 from written_runs import WrittenRun
 
-from kitae.cli import ui
+from kitae.cli import serve
 from kitae.errors import ConfigError, StoreError
 
 PROGRAM = "import sys; from kitae.cli.main import app; app(); "
@@ -21,16 +21,16 @@ PROGRAM = "import sys; from kitae.cli.main import app; app(); "
 def test_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"needs starlette and uvicorn: pip install 'kitae\[ui\]'"):
-        ui.ui([], "127.0.0.1", 0, False)
+        serve.ui([], "127.0.0.1", 0, False)
 
 
 def test_a_folder_that_is_not_there_and_a_port_that_is_taken_are_refused(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match=r"got .*none: no such folder"):
-        ui.ui([tmp_path / "none"], "127.0.0.1", 0, False)
+        serve.ui([tmp_path / "none"], "127.0.0.1", 0, False)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}: Address already in use"):
-            ui.ui([tmp_path], "127.0.0.1", port, False)
+            serve.ui([tmp_path], "127.0.0.1", port, False)
 
 
 @pytest.mark.thorough(keep=1)

@@ -17,7 +17,7 @@ import httpx
 import pytest
 from fake_server import KEY, FakeServer, Reply, run, run_tidily, script
 
-from kitae.clients import answer_cache, http_client
+from kitae.clients import http_client
 from kitae.clients.http_client import ask, close_clients
 from kitae.clients.service import Service
 from kitae.clock import VirtualLoop, now
@@ -382,7 +382,7 @@ def test_a_cache_that_is_no_folder_is_refused(tmp_path: Path) -> None:
 
 def _write_many(folder: str, first: int) -> None:
     for i in range(first, first + 40):
-        answer_cache.remember(Path(folder), f"key {i}", json.dumps(i))
+        http_client.remember(Path(folder), f"key {i}", json.dumps(i))
 
 
 def test_several_processes_share_a_cache(tmp_path: Path) -> None:
@@ -393,7 +393,7 @@ def test_several_processes_share_a_cache(tmp_path: Path) -> None:
     for writer in writers:
         writer.join()
         assert writer.exitcode == 0
-    assert [answer_cache.recall(tmp_path, f"key {i}") for i in range(60)] == [str(i) for i in range(60)]
+    assert [http_client.recall(tmp_path, f"key {i}") for i in range(60)] == [str(i) for i in range(60)]
 
 
 @pytest.mark.parametrize("key", [KEY, 'sk-"quoted"\\and\\back', "sk-" + "a" * 300])

@@ -6,8 +6,8 @@ import pytest
 from recipe_bands import falls_short
 
 from kitae.config import measured
-from kitae.config.locate import shipped_recipes
 from kitae.config.measured import Measurement, by_hardware, measurements, told, write
+from kitae.config.recipe import shipped_recipes
 from kitae.errors import ConfigError
 
 

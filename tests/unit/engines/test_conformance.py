@@ -24,7 +24,7 @@ from kitae.engines.engine_pool import EnginePool
 from kitae.engines.fake import FakeEngine, Pace
 from kitae.engines.native.engine import NativeEngine
 from kitae.engines.process.process_engine import ProcessEngine
-from kitae.engines.servers.start_servers import start_servers
+from kitae.engines.start_engine import start_servers
 from kitae.errors import EngineError, RequestError, WeightsDamaged
 from kitae.models.config import ModelConfig
 from kitae.models.load import load_policy

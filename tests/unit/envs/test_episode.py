@@ -11,10 +11,9 @@ import pytest
 from kitae.data.chat import Chat
 from kitae.engines.base import Completion, Request, Sampled, SamplingParams
 from kitae.engines.fake import FakeEngine
-from kitae.envs.base import Observation
+from kitae.envs.base import Observation, SingleTurn
 from kitae.envs.episode import Episode
 from kitae.envs.rollouts import Episodes
-from kitae.envs.single_turn import SingleTurn
 from kitae.store.columns import ColumnWriter, StoredText
 from kitae.store.journal import Journal
 from kitae.types import Group, Message, Prompt, Runs, Score, Turn

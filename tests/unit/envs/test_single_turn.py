@@ -1,7 +1,6 @@
 import asyncio
 
-from kitae.envs.base import Environment, Observation, Opening
-from kitae.envs.single_turn import SingleTurn
+from kitae.envs.base import Environment, Observation, Opening, SingleTurn
 from kitae.types import Message, Prompt, Turn
 
 

@@ -14,9 +14,9 @@ from kitae.data.chat import Chat
 from kitae.data.config import DataConfig
 from kitae.engines.base import Request, SamplingParams
 from kitae.engines.fake import FakeEngine
+from kitae.envs.base import SingleTurn
 from kitae.envs.environment_registry import Simple
 from kitae.envs.rollouts import Episodes
-from kitae.envs.single_turn import SingleTurn
 from kitae.errors import EngineError, RequestError
 from kitae.evaluation.measure import Evaluation, evaluate, measure, suite_episodes
 from kitae.evaluation.suites import MATHS, Scoring, Suite

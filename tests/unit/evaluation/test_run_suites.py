@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from kitae.cli.eval import as_markdown, notes, results
 from kitae.engines.config import EngineConfig
 from kitae.engines.native.engine import NativeEngine
 from kitae.errors import ConfigError, ModelError
@@ -22,7 +23,6 @@ from kitae.evaluation.run_suites import (
     evaluate_models,
 )
 from kitae.evaluation.suites import Scoring, Suite, find_suites
-from kitae.evaluation.table import as_markdown, notes, results
 from kitae.models.config import ModelConfig
 from kitae.rl.config import EvalConfig
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from kitae.evaluation.votes import find_vote
+from kitae.evaluation.measure import find_vote
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kitae.kernels.adamw import adamw, chances, rounded
+from kitae.kernels.adamw import adamw, chances, rounded, split, whole
 from kitae.kernels.base import AdamWPace, AdamWPart, AdamWStep
 from kitae.kernels.cpu import ops
-from kitae.kernels.masters import split, whole
 
 SETTINGS: dict[str, Any] = {"rate": 1e-2, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
 KERNELS = [adamw]

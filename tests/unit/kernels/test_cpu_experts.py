@@ -10,7 +10,7 @@ from kitae.kernels.allocation import set_master
 from kitae.kernels.base import GateLimits
 from kitae.kernels.cpu import ops
 from kitae.kernels.cpu.compile_cpp import cpu_library
-from kitae.kernels.cpu.expert_training import experts
+from kitae.kernels.cpu.training import experts
 
 pytestmark = pytest.mark.skipif(cpu_library() is None, reason="no C++ compiler")
 NAMES = ("x", "gates", "gate_up", "down")

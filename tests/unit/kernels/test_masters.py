@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kitae.kernels.masters import split, whole
+from kitae.kernels.adamw import split, whole
 
 LOWER = torch.arange(2**16, dtype=torch.int32)  # all that bfloat16 has no room for
 INFINITY = 0x7F80

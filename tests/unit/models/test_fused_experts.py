@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kitae.errors import ModelError
 from kitae.kernels.base import ModuleKernels
-from kitae.kernels.cpu import expert_training as kernel
+from kitae.kernels.cpu import training as kernel
 from kitae.kernels.cpu.compile_cpp import cpu_library
 from kitae.kernels.devices import training_kernels
 from kitae.models.attention_seam import SelfAttention

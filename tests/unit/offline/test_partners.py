@@ -1,6 +1,6 @@
 """Whose answers KTO measures the drift of the policy on."""
 
-from kitae.offline.partners import partners_of
+from kitae.offline.example_batches import partners_of
 
 
 def test_answers_are_rotated_within_a_batch() -> None:

@@ -14,8 +14,7 @@ from kitae.envs.episode_context import Suspended
 from kitae.errors import DiskFullError, EngineError
 from kitae.observe.observer import Silent
 from kitae.rl.buffer import Buffer, Slot
-from kitae.rl.curriculum import Curriculum
-from kitae.rl.issue import GivenUp, Issuing
+from kitae.rl.issue import Curriculum, GivenUp, Issuing
 from kitae.rl.watchdog import Watch
 from kitae.store.journal import Journal
 from kitae.types import Group, Message, Prompt

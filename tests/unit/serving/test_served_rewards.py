@@ -21,7 +21,8 @@ from kitae.models.config import ModelConfig
 from kitae.models.policy import Policy
 from kitae.models.scalar import ScalarModel
 from kitae.models.scorer import Scorer
-from kitae.serving.start_server import ServerSettings, is_reward_model, open_rewards
+from kitae.serving.server_settings import ServerSettings
+from kitae.serving.start_server import is_reward_model, open_rewards
 from kitae.types import Message
 from kitae.verifiers.verifier_registry import VERIFIERS
 

@@ -17,10 +17,9 @@ from kitae.data.chat import Chat
 from kitae.engines.base import SamplingParams
 from kitae.engines.native.engine import NativeEngine
 from kitae.models.policy import Policy
-from kitae.serving.admission import AdmissionControl
 from kitae.serving.app import chat_routes, make_app
 from kitae.serving.handlers import AnswerPolicy, ChatHandlers
-from kitae.serving.refusals import Refused
+from kitae.serving.refusals import AdmissionControl, Refused
 from kitae.serving.server_metrics import Counters
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"

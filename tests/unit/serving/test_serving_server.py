@@ -18,9 +18,9 @@ from served import client_of
 
 from kitae.errors import ConfigError
 from kitae.serving import start_server
-from kitae.serving.admission import AdmissionControl
 from kitae.serving.api_keys import ApiKey, KeyRing
 from kitae.serving.app import KeyGuard, make_app
+from kitae.serving.refusals import AdmissionControl
 from kitae.serving.server_metrics import Counters
 
 CHAT = "/v1/chat/completions"

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from kitae.store.permissions import private
+from kitae.store.disk import private
 
 
 @pytest.mark.parametrize(("shared", "modes"), [(False, (0o700, 0o600)), (True, (0o755, 0o644))])

@@ -11,10 +11,9 @@ import torch
 from trainer_workers import make_worker, master_of
 
 from kitae.data.packing import Row
-from kitae.kernels.adamw import adamw
+from kitae.kernels.adamw import Rest, adamw
 from kitae.kernels.allocation import gradient_of, gradient_over
 from kitae.kernels.base import AdamWPace, AdamWPart
-from kitae.kernels.masters import Rest
 from kitae.models.policy import Policy
 from kitae.trainer.base import Conditions, Role
 from kitae.trainer.config import TrainingConfig

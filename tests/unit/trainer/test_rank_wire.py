@@ -18,8 +18,7 @@ from kitae.errors import CorruptError
 from kitae.observe.meter import Kind, Sum, Totals
 from kitae.store.columns import ColumnWriter, column_files
 from kitae.trainer.base import Conditions, Mark
-from kitae.trainer.parallel.rank_frames import conditions_of, totals_of_wire, totals_to_wire
-from kitae.trainer.sample_wire import samples_of_wire, samples_to_wire
+from kitae.trainer.sample_wire import conditions_of, samples_of_wire, samples_to_wire, totals_of_wire, totals_to_wire
 from kitae.types import Chain, LazyArray, Rollout, Runs, Sample, Score, Segment, spliced
 from kitae.workers.frames import Frame, pack_frame, read_frame
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from kitae.algorithms.config import AlgorithmConfig
 from kitae.algorithms.control import Coefficients
 from kitae.algorithms.group_stages import Candidate, GroupStages
-from kitae.kernels.masters import Rest, whole
+from kitae.kernels.adamw import Rest, whole
 from kitae.models.policy import Policy
 from kitae.observe.meter import Totals
 from kitae.trainer.base import Column, Conditions, Role

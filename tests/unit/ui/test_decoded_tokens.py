@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kitae.ui import decoded_tokens
+from kitae.ui import samples
 
 
 def run_with(folder: Path, model: str) -> Path:
@@ -20,17 +20,17 @@ def test_pieces_make_up_the_text(tmp_path: Path, tiny_folder: Callable[[str], Pa
 
     model = tiny_folder("llama")
     tokens = Tokenizer.from_file(str(model / "tokenizer.json")).encode(text, add_special_tokens=False).ids
-    found = decoded_tokens.pieces(run_with(tmp_path, str(model)), tokens)
+    found = samples.pieces(run_with(tmp_path, str(model)), tokens)
     assert found is not None and len(found) == len(tokens)
     assert "".join(found) == text
 
 
 @pytest.mark.parametrize("model", ["/nowhere/at/all", "no such model", ""])
 def test_a_model_that_is_not_here_gives_none(tmp_path: Path, model: str) -> None:
-    assert decoded_tokens.pieces(run_with(tmp_path, model), [1, 2]) is None
+    assert samples.pieces(run_with(tmp_path, model), [1, 2]) is None
 
 
 def test_a_broken_tokenizer_gives_none(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "tokenizer.json").write_text("{")
-    assert decoded_tokens.pieces(run_with(tmp_path, ""), [1]) is None
+    assert samples.pieces(run_with(tmp_path, ""), [1]) is None

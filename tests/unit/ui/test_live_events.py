@@ -9,7 +9,7 @@ from written_runs import WrittenRun
 from kitae.store.run_folder import lock
 from kitae.store.run_summary import look
 from kitae.ui.library import Library
-from kitae.ui.live_events import RunWatcher, change_events
+from kitae.ui.ui_server import RunWatcher, change_events
 
 
 def test_a_watcher_names_runs_that_look_otherwise(tmp_path: Path) -> None:

@@ -10,8 +10,8 @@ import pytest
 
 from kitae.engines.base import SamplingParams
 from kitae.engines.fake import FakeEngine
+from kitae.envs.base import SingleTurn
 from kitae.envs.rollouts import Episodes
-from kitae.envs.single_turn import SingleTurn
 from kitae.errors import VerifierError
 from kitae.store.journal import Journal
 from kitae.types import GREEDY, LazyText, Message, Prompt, Score

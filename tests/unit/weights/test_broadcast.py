@@ -21,7 +21,7 @@ from warm_starts import context
 from kitae.errors import EngineError
 from kitae.weights.base import Bucket, Manifest
 from kitae.weights.broadcast import BroadcastPublisher, BroadcastReceiver, _header, _receive
-from kitae.weights.chunks import Chunk, image_chunks
+from kitae.weights.layout import Chunk, image_chunks
 from kitae.weights.process_group import BroadcastGroup, choose_backend, host_store, join_store
 from kitae.weights.publisher import checksum_of
 

@@ -5,8 +5,7 @@ import time
 import torch
 from torch import Tensor
 
-from kitae.weights.bits import raw
-from kitae.weights.checksum import Checksum
+from kitae.weights.layout import Checksum, raw
 
 
 def checksum(*tensors: Tensor) -> int:

@@ -6,8 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kitae.weights.bits import bits
 from kitae.weights.delta import Encoder, apply, changed_positions
+from kitae.weights.layout import bits
 
 
 @given(st.integers(0, 40), st.lists(st.integers(0, 39)), st.sampled_from([torch.int8, torch.int16, torch.int32]))

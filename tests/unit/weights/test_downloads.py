@@ -13,8 +13,8 @@ from torch import Tensor
 
 from kitae.weights.base import Bucket
 from kitae.weights.bucket_server import ChunkServer, Shop
-from kitae.weights.chunks import Chunk
 from kitae.weights.downloads import Downloads, Haste
+from kitae.weights.layout import Chunk
 from kitae.weights.publisher import checksum_of
 
 DATA = torch.randint(0, 256, (300_000,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))

@@ -5,8 +5,7 @@ import torch
 from transport_rigs import HostMemory, weights, zeros
 
 from kitae.errors import EngineError
-from kitae.weights.cuda_memory import CudaMemory
-from kitae.weights.ipc import IpcPublisher, IpcReceiver
+from kitae.weights.ipc import CudaMemory, IpcPublisher, IpcReceiver
 
 
 def test_there_is_no_delta() -> None:

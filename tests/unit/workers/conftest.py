@@ -16,8 +16,7 @@ _kept: list[Any] = []
 def nodes() -> Any:
     if find_spec("ray") is None:
         pytest.skip("ray is not installed: pip install 'kitae[cluster]'")
-    from kitae.workers.ray.local_nodes import OwnNodes
-    from kitae.workers.ray.ray_session import import_ray
+    from kitae.workers.ray.ray_session import OwnNodes, import_ray
 
     if not _kept:
         import_ray()

@@ -3,7 +3,7 @@ import time
 
 import pytest
 
-from kitae.workers.deadlines import within
+from kitae.workers.background_tasks import within
 
 
 def test_a_task_in_time_gives_its_result_or_its_error() -> None:

@@ -72,9 +72,9 @@ def test_on_ray_engines_have_one_each_or_share(monkeypatch: pytest.MonkeyPatch, 
     """Ray believes what it is told of its machine: it has two GPUs. Four engines share them, two and two."""
     if find_spec("ray") is None:  # importing it here would leave its habits on
         pytest.skip("ray is not installed: pip install 'kitae[cluster]'")
-    from kitae.workers.ray import local_nodes
+    from kitae.workers.ray import ray_session
 
-    monkeypatch.setattr(local_nodes, "_gpus", lambda: 2)
+    monkeypatch.setattr(ray_session, "_gpus", lambda: 2)
     pools = {"engines": {"cpus": 0.1}}
     config = ClusterConfig.model_validate({"backend": "ray", "pools": pools})
 

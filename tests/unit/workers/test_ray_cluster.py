@@ -13,7 +13,7 @@ import pytest
 from ray_nodes import ray_config
 from test_posts import alive, gone, greeting, opened, spec
 
-from kitae.workers.ray.local_nodes import OwnNodes
+from kitae.workers.ray.ray_session import OwnNodes
 
 
 def test_nobody_comes_in_without_the_secret(nodes: Any) -> None:

@@ -12,7 +12,7 @@ from test_posts import opened, spec
 from kitae.errors import ConfigError
 from kitae.workers.backends import open_cluster
 from kitae.workers.base import LaunchError
-from kitae.workers.ray.local_nodes import NODE_LABEL
+from kitae.workers.ray.ray_session import NODE_LABEL
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from kitae.engines.base import Completion, Request, SamplingParams, WeightUpdate
 from kitae.engines.config import EngineConfig
 from kitae.engines.engine_pool import EnginePool
 from kitae.engines.servers.server_engine import ServerEngine
-from kitae.engines.servers.start_servers import start_servers
+from kitae.engines.start_engine import start_servers
 from kitae.models.config import ModelConfig
 from kitae.models.load import load_policy
 from kitae.models.policy import Policy

@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 
 from kitae.errors import EngineError
-from kitae.workers.process_output import Words
 from kitae.workers.templates.template import Template
-from kitae.workers.templates.worker_handle import OutOfTimeError, TemplateWorker
+from kitae.workers.templates.worker_handle import OutOfTimeError, TemplateWorker, Words
 
 MODULE = """
 import os, time
