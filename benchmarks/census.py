@@ -51,6 +51,21 @@ DATA = Path(__file__).parents[1] / "docs/families.json"
 PAGE = DATA.with_suffix(".md")
 BEGIN, END = "<!-- written by benchmarks/census.py -->\n", "<!-- end -->"
 RUNS, NOT_MADE, NO_DECODERS = "runs", "not made", ("encoder", "half")
+HALVES = ("git", "musicgen", "musicgen_melody", "trocr")  # whose configuration does not say so
+WHY = {  # what an error cannot tell
+    "bloom": "adds a bias for the distance of tokens (ALiBi) in modules of its own",
+    "deepseek_v4": "keys of compressed stretches beside those of tokens",
+    "doge": "each layer computes a mask",
+    "falcon": "attends in modules of its own; convert newer ones to another family",
+    "inkling_text": "adds a bias that is computed from queries for the distance of tokens",
+    "inkling2_text": "adds a bias that is computed from queries for the distance of tokens",
+    "modernbert-decoder": "has layers between its decoder and its head",
+    "mpt": "adds a bias for the distance of tokens (ALiBi) in modules of its own",
+    "qwen4_exp": "an index picks blocks of tokens, and layers carry a state",
+    "qwen4_exp_text": "an index picks blocks of tokens, and layers carry a state",
+    "reformer": "attends to tokens with the same hash",
+    "xglm": "attends in modules of its own",
+}
 ROUNDING = 3e-4  # of a log-prob in float32
 ROUNDED_GRADIENT = 2e-3  # of its norm
 LENGTHS = (5, 12, 19, 19, 33)  # of prompts; those of one length are samples of one prompt
@@ -71,7 +86,7 @@ class Verdict:
 
 def verdict_of(family: str, folder: Path) -> Verdict:
     try:
-        if getattr(small_config(family), "is_encoder_decoder", False):
+        if getattr(small_config(family), "is_encoder_decoder", False) or family in HALVES:
             return Verdict(family, "half", "the decoder of a model with an encoder")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -197,7 +212,7 @@ def page(verdicts: Sequence[Verdict]) -> str:
         "",
         "| refused | why |",
         "|---|---|",
-        *(f"| `{v.family}` | {v.reason.replace('|', '/')} |" for v in made if v.verdict != RUNS),
+        *(f"| `{v.family}` | {_why(v)} |" for v in made if v.verdict != RUNS),
         "",
         "No decoders of text: encoders, and halves of models with one: "
         + _names([v for v in verdicts if v.verdict in NO_DECODERS]),
@@ -205,6 +220,11 @@ def page(verdicts: Sequence[Verdict]) -> str:
         "Not made small, so not tried: " + _names([v for v in verdicts if v.verdict == NOT_MADE]),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _why(verdict: Verdict) -> str:
+    reason = verdict.reason.removeprefix(f"{verdict.family}: ").replace("|", "/")
+    return f"{WHY[verdict.family]}: {reason}" if verdict.family in WHY else reason
 
 
 def _names(verdicts: Sequence[Verdict]) -> str:

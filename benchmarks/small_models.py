@@ -90,10 +90,17 @@ SPECIAL: dict[str, dict[str, Any]] = {  # what makes a family different from its
         "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 8,
         "indexer_compress_ratio": 2, "hc_lowrank": 8,
     },
+    "nemotron_h": {"n_groups": 1, "mamba_num_heads": 4, "mamba_head_dim": 32},
+    "recurrent_gemma": {"num_hidden_layers": 3},
     "reformer": {"is_decoder": True, "axial_pos_shape": [16, 16], "axial_pos_embds_dim": [32, 32]},
     "roc_bert": {"pronunciation_vocab_size": 8, "shape_vocab_size": 8},
     "smollm3": {"no_rope_layers": [1, 0]},
-    "zamba": {"layers_block_type": ["linear_attention", "hybrid"] * 2, "num_hidden_layers": 4},
+    "xmod": {"default_language": "en_XX"},
+    "zamba": {
+        "layers_block_type": ["linear_attention", "hybrid"] * 2, "num_hidden_layers": 4, "attention_hidden_size": 128,
+        "attention_head_dim": 32, "num_key_value_heads": 4, "n_mamba_heads": 2,
+    },
+    "zamba2": {"attention_hidden_size": 128, "n_mamba_heads": 4, "mamba_ngroups": 1, "num_key_value_heads": 4},
     "zaya": {"num_experts_per_tok": 1},
 }  # fmt: skip
 

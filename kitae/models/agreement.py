@@ -50,25 +50,40 @@ def check_attention(model: Any, source: str, own: Sequence[Tensor] | None, *, wi
             with by_thread(context):
                 ours = _states(model, **keywords(context, tokens, positions))
         except (AssertionError, AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
+            if not context.calls and not isinstance(error, AssertionError):
+                raise _without_interface(name) from error
             raise ModelError(
                 f"{name} must compute with the attention of Kitae, got {type(error).__name__}: {error}"
             ) from error
         if not windows_known:
             _check_windows(name, model.config.get_text_config(), context.calls)
-        if own is not None:
-            _compare(name, model, ours, own[number])
+        if own is not None and not _are_alike(model, ours, own[number]):
+            raise _different(name, ours, own[number]) if context.calls else _without_interface(name)
 
 
-def _compare(name: str, model: Any, ours: Tensor, theirs: Tensor) -> None:
+def _are_alike(model: Any, ours: Tensor, theirs: Tensor) -> bool:
     tolerance = 1e-3 if model.dtype == torch.float32 else 0.1
-    apart = (ours - theirs).norm(dim=-1) / theirs.norm(dim=-1).clamp(min=1e-6)
+    apart = _apart(ours, theirs)
     # In a mixture rounding may change the experts of some tokens; else no token may be far off.
     mixes = any(map(is_router, model.modules()))
-    if not apart.median() < tolerance or not (mixes or apart.max() < 3 * tolerance):
-        raise ModelError(
-            f"{name} must give the same with the attention of Kitae as with its own, got states that differ by "
-            f"{float(apart.max()):.2g} of their size"
-        )
+    return bool(apart.median() < tolerance and (mixes or apart.max() < 3 * tolerance))
+
+
+def _different(name: str, ours: Tensor, theirs: Tensor) -> ModelError:
+    return ModelError(
+        f"{name} must give the same with the attention of Kitae as with its own, got states that differ by "
+        f"{float(_apart(ours, theirs).max()):.2g} of their size"
+    )
+
+
+def _without_interface(name: str) -> ModelError:
+    return ModelError(f"{name} must attend by way of transformers' attention interface, got modules that do not")
+
+
+def _apart(ours: Tensor, theirs: Tensor) -> Tensor:
+    """The relative difference of the states of each token."""
+    apart: Tensor = (ours - theirs).norm(dim=-1) / theirs.norm(dim=-1).clamp(min=1e-6)
+    return apart
 
 
 def _check_windows(name: str, config: Any, calls: list[AttentionCall]) -> None:
@@ -105,4 +120,4 @@ def _states(model: Any, **given: Any) -> Tensor:
 
 def gap(ours: Tensor, theirs: Tensor) -> float:
     """The median relative difference of states `[T, H]`: in a mixture, rounding may change a few tokens' experts."""
-    return float(((ours - theirs).norm(dim=-1) / theirs.norm(dim=-1).clamp(min=1e-6)).median())
+    return float(_apart(ours, theirs).median())

@@ -61,7 +61,7 @@ def _forward(
 ) -> tuple[Tensor, None]:
     kitae = getattr(position_ids, CARRIED, None) if kitae is None else kitae
     assert kitae is not None, "a model with attention 'kitae' must be called with kitae=<context>"
-    assert attention_mask is None or attention_mask is UNMASKED, "the context decides what attends to what, no mask"
+    assert attention_mask is None or attention_mask is UNMASKED, "what attends to what may not be in a mask of its own"
     assert query.shape[0] == 1, f"expected one packed row, got {query.shape[0]}"
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     layer = int(module.layer_idx)  # type: ignore[arg-type]

@@ -4,6 +4,7 @@ An index of k tokens picks all of a sequence of at most k. So sequences are no l
 the index is not computed, and it is not trained.
 """
 
+from inspect import signature
 from types import MethodType
 from typing import Any
 
@@ -13,7 +14,7 @@ from kitae.models.attention_seam import UNMASKED
 def take_all(model: Any) -> None:
     """Let layers with an index attend as others do."""
     for module in model.modules():
-        if not hasattr(module, "indexer"):
+        if not hasattr(module, "indexer") or "attention_mask" not in signature(module.forward).parameters:
             continue
         if module.indexer is not None:
             module.indexer.forward = MethodType(_nothing, module.indexer)

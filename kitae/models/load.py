@@ -346,7 +346,7 @@ def load_policy(config: ModelConfig, seed: int = 0) -> "Policy":
         model = add_lora(model, config)
     try:
         policy = Policy(model, tokenizer, config.path, exact=config.exact, plain=config.plain)
-    except AttributeError as error:  # every model with attention has these in its config
+    except (AttributeError, TypeError) as error:  # every model with attention has these in its config
         raise ModelError(f"{config.path}: {type(model).__name__} must attend to tokens, got {error}") from error
     if config.exact:
         from kitae.models.exact import check, make_exact

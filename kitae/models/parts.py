@@ -2,8 +2,6 @@
 
 from typing import Any
 
-from kitae.errors import ModelError
-
 _CONTEXT = (
     "max_position_embeddings",
     "n_positions",
@@ -12,6 +10,8 @@ _CONTEXT = (
     "max_sequence_length",
     "seq_length",
 )
+
+_ANY = 1 << 20  # of models that say nothing of it: those with states, or a bias for the distance
 
 
 def decoder_of(model: Any) -> Any:
@@ -33,11 +33,7 @@ def setting(config: Any, name: str, default: Any = None) -> Any:
 def context_of(config: Any) -> int:
     """How many tokens a sequence may have. Layers that attend within chunks are computed as if there were one, those
     with an index of tokens as if it took all."""
-    longest = next((int(n) for name in _CONTEXT if (n := getattr(config, name, None))), None)
-    if longest is None:
-        raise ModelError(
-            f"{type(config).__name__} must say how long a sequence may be, got none of: {', '.join(_CONTEXT)}"
-        )
+    longest = next((int(n) for name in _CONTEXT if (n := getattr(config, name, None))), _ANY)
     chunk = getattr(config, "attention_chunk_size", None)
     if chunk and "chunked_attention" in (getattr(config, "layer_types", None) or []):
         longest = min(longest, int(chunk))

@@ -151,7 +151,14 @@ KEPT = {  # what keeps a failure to itself
 
 
 # Where a program's own exception is dropped without a trace, which is no assertion of the tests.
-SILENT = ("end of an object", "handler of a log", "callback of a database", "trace of a database", "fork", "end of a weak reference")
+SILENT = (
+    "end of an object",
+    "handler of a log",
+    "callback of a database",
+    "trace of a database",
+    "fork",
+    "end of a weak reference",
+)
 
 
 @pytest.mark.parametrize("kept", KEPT)
