@@ -14,7 +14,7 @@ What `quick` leaves out:
 - Tests that a file imports from another file to run them again under its own conditions, likewise.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 from zlib import crc32
@@ -74,14 +74,19 @@ def _needs_sentinel(case: pytest.Item) -> bool:
 def _each_value_once(cases: list[pytest.Item]) -> list[pytest.Item]:
     """A small set of cases in which each value of each parameter appears; all cases, where there is one parameter.
 
-    Parameters that one decorator sets together count as one.
+    Parameters that one decorator sets together count as one. Where one has more values than another, the values of the
+    other take turns.
     """
     values = {case: _values(case) for case in cases}
+    if len(next(iter(values.values()))) < 2:
+        return cases
     missing = set().union(*values.values())
-    found = [case for case in cases if not values[case]]
+    found: dict[pytest.Item, None] = {}
+    taken: Counter[tuple[str, int]] = Counter()
     while missing:
-        best = max(cases, key=lambda case: len(values[case] & missing))
-        found.append(best)
+        best = max(cases, key=lambda case: (len(values[case] & missing), -sum(taken[value] for value in values[case])))
+        found[best] = None
+        taken.update(values[best])
         missing -= values[best]
     return [case for case in cases if case in found]
 

@@ -29,13 +29,13 @@ FORGED = "tests/unit/envs/command/test_forged_rewards.py"
 
 TESTS = {
     "An agent program finds neither the reference nor a way to post a reward, unless the recipe gives it one.": (
-        f"{FORGED}::test_where_the_verifier_judges_there_is_nothing_to_find",
+        f"{FORGED}::test_a_child_finds_neither_reference_nor_reward",
         f"{FORGED}::test_a_claim_without_a_reference_shows_none",
     ),
     "A program that gives the reward claims a token before the model says anything; nothing that it starts finds the "
-    "token.": (f"{FORGED}::test_a_program_that_gives_the_reward_keeps_its_secrets",),
+    "token.": (f"{FORGED}::test_a_child_finds_neither_reference_nor_reward",),
     "The data and the run folder are hidden from agent programs and what they start.": (
-        f"{FORGED}::test_where_the_verifier_judges_there_is_nothing_to_find",
+        f"{FORGED}::test_a_child_finds_neither_reference_nor_reward",
         f"{HERE}::test_links_and_folders_around_do_not_show_what_is_hidden",
     ),
     "What an agent program or one of its children leaves behind ends with the episode: processes, files, modules.": (

@@ -34,6 +34,11 @@ def test_each_value_of_each_parameter_appears(sizes: tuple[int, ...], count: int
     assert all({case.numbers[place] for case in found} == set(range(size)) for place, size in enumerate(sizes))
 
 
+def test_the_values_of_a_short_parameter_take_turns() -> None:
+    found = _each_value_once(cases(9, 2))
+    assert len(found) == 9 and sorted(case.numbers[1] for case in found) == [0] * 4 + [1] * 5
+
+
 def test_a_test_without_parameters_is_one_case() -> None:
     (case,) = [_Case(SimpleNamespace(name="test"))]
     assert _each_value_once([case]) == [case]

@@ -2,18 +2,20 @@
 
 import asyncio
 import json
-import os
 import re
 import signal
-import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from commands import Command
+from harness import kitae
 from served import client_of
 
 from kitae.errors import ConfigError
@@ -28,20 +30,19 @@ HELLO: dict[str, Any] = {"messages": [{"role": "user", "content": "Hello"}]}
 
 
 @contextmanager
-def program(*arguments: str, **environment: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def program(*arguments: str) -> Iterator[tuple[Command, str]]:
     """`kitae serve …` and its address."""
-    command = [sys.executable, "-c", "from kitae.cli.main import run; run()", "serve", *arguments, "--port", "0"]
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, **environment}
-    )
+    process = kitae("serve", *arguments, "--port", "0")
     try:
-        assert process.stdout is not None
-        found = re.search(r"http://\S+", process.stdout.readline())
-        assert found is not None, process.communicate()[1]
+        while "-d" not in (said := process.printed()):  # all of its greeting
+            assert process.poll() is None, said
+            time.sleep(0.01)
+        found = re.search(r"http://\S+", said)
+        assert found is not None, said
         yield process, found[0].removesuffix("/v1")
     finally:
         process.kill()
-        process.communicate()
+        process.ended(20)
 
 
 def metric(address: str, name: str) -> float:
@@ -53,8 +54,7 @@ def test_the_program_serves_aborts_and_ends(tiny_folder: Callable[[str], Path]) 
     slowly = "model.plain=true"  # so that an answer under way is seen to be
     settings = str(tiny_folder("llama")), "model.dtype=float32", slowly, "--name", "small"
     with program(*settings) as (process, address):
-        assert process.stdout is not None
-        assert process.stdout.readline().split("-d")[0].split()[:2] == ["curl", address + CHAT]
+        assert f"curl {address + CHAT} " in " ".join(process.printed().split())
         (model,) = httpx.get(f"{address}/v1/models").json()["data"]
         assert model["id"] == "small"
         # A client that leaves: the engine does not finish its answer.
@@ -68,18 +68,16 @@ def test_the_program_serves_aborts_and_ends(tiny_folder: Callable[[str], Path]) 
         assert before < 8 * 400
         # Ctrl-C while an answer is under way: it ends, and then the program.
         body = HELLO | {"ignore_eos": True, "n": 4, "max_tokens": 200}
-        script = (
-            f"import httpx; r = httpx.post({address + CHAT!r}, json={body!r}, timeout=60); "
-            "print(r.status_code, r.json()['usage']['completion_tokens'])"
-        )
-        asked = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
-        while metric(address, "answers_under_way") < 4:
-            assert asked.poll() is None
-        process.send_signal(signal.SIGINT)
-        status, tokens = asked.communicate(timeout=60)[0].split()
-        assert (status, tokens) == ("200", "800")
-        assert process.wait(20) == 130
-        assert process.stderr is not None and "stopped" in process.stderr.read()
+        with ThreadPoolExecutor(1) as threads:
+            asked = threads.submit(httpx.post, address + CHAT, json=body, timeout=60)
+            while metric(address, "answers_under_way") < 4:
+                assert not asked.done()
+            process.send_signal(signal.SIGINT)
+            answer = asked.result()
+        assert (answer.status_code, answer.json()["usage"]["completion_tokens"]) == (200, 800)
+        while process.poll() is None:
+            time.sleep(0.01)
+        assert process.returncode == 130 and "stopped" in process.printed()
 
 
 @pytest.mark.parametrize(

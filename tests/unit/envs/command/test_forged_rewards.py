@@ -120,8 +120,9 @@ ATTACKS = {
         "tell(r.stdout, r.stderr)"
     ),
     "the data, the run and other files": (
-        "for root in ('/', os.getcwd(), os.path.expanduser('~')):\n    for top, _, names in os.walk(root):\n"
-        "        if top.startswith(('/usr', '/proc', '/sys', '/lib', '/etc', '/opt', '/dev')) or '/site-packages' in top or '/lib/python' in top: continue\n"
+        "tell(os.listdir('/'))\n"
+        "for root in ('/tmp', '/run', '/home', os.path.dirname(os.getcwd()), os.path.expanduser('~')):\n    for top, folders, names in os.walk(root):\n"
+        "        folders[:] = [f for f in folders if f not in ('site-packages', 'node_modules', '.cache', '.pyenv')]\n"
         "        for n in names:\n            p = os.path.join(top, n)\n            if n.endswith(('.jsonl', '.sqlite', '.json', '.env')): tell(p, slurp(p))"
     ),
     "python's history and caches": "for p in glob.glob('/tmp/**', recursive=True): tell(p, slurp(p)[:2000] if os.path.isfile(p) and not p.endswith('model.py') else '')",
@@ -188,21 +189,20 @@ JUDGED = 1.0  # by `Judge`, which stands for the verifier; a program's reward is
 
 
 @pytest.mark.parametrize("name", ATTACKS)
-def test_where_the_verifier_judges_there_is_nothing_to_find(name: str, tmp_path: Path) -> None:
-    rollout, printed = episode(tmp_path, ATTACKS[name])
-    assert rollout.score is not None and "environment" not in rollout.score.components, (rollout.score, printed)
-    assert rollout.score.value == JUDGED or name == "ptrace", rollout.score  # which stops its parent
+@pytest.mark.parametrize("gives", ["verifier", "program"])
+def test_a_child_finds_neither_reference_nor_reward(name: str, gives: str, tmp_path: Path) -> None:
+    """Where the verifier judges, nobody has them; a program that gives the reward knows both, and its own counts."""
+    secret = gives == "program"
+    harness = HARNESS + ("\nreward(0.25)\n" if secret else "")
+    rollout, printed = episode(tmp_path, ATTACKS[name], harness, reward=gives, reference=secret)
+    assert rollout.score is not None, printed
     assert REFERENCE not in printed and SECRET not in printed, printed[:3000]
-
-
-@pytest.mark.parametrize("name", ATTACKS)
-def test_a_program_that_gives_the_reward_keeps_its_secrets(name: str, tmp_path: Path) -> None:
-    """It knows reference and token; the child finds neither, and the program's own reward counts."""
-    harness = HARNESS + "\nreward(0.25)\n"
-    rollout, printed = episode(tmp_path, ATTACKS[name], harness, reward="program", reference=True)
-    assert rollout.score is not None and rollout.score.value == 0.25, (rollout.score, printed[:3000])
-    assert REFERENCE not in printed and SECRET not in printed and "ATTACHED" not in printed, printed[:3000]
-    assert "OPEN" not in printed.replace("OPENAI", ""), printed[:3000]
+    if secret:
+        assert rollout.score.value == 0.25, (rollout.score, printed[:3000])
+        assert "ATTACHED" not in printed and "OPEN" not in printed.replace("OPENAI", ""), printed[:3000]
+    else:  # there is nothing in the parent, which "ptrace" stops
+        assert rollout.score.value == JUDGED or name == "ptrace", (rollout.score, printed[:3000])
+        assert "environment" not in rollout.score.components, rollout.score
 
 
 def test_a_program_claims_what_the_recipe_shows_it(tmp_path: Path) -> None:
@@ -260,8 +260,7 @@ def test_the_network_of_the_machine_is_there(tmp_path: Path) -> None:
 def test_what_the_sandbox_hides_is_there_without_it(tmp_path: Path) -> None:
     """So the attacks would find it."""
     with pytest.warns(UserWarning, match="can read the data, the run folder and the memory"):
-        _, printed = episode(
-            tmp_path, ATTACKS["the data, the run and other files"].replace("'/', ", ""), sandbox="none"
-        )
+        attack = ATTACKS["the data, the run and other files"].replace("'/tmp', '/run', '/home', ", "")
+        _, printed = episode(tmp_path, attack, sandbox="none")
     assert REFERENCE in printed
     assert os.path.exists(tmp_path / "agent" / "train.jsonl")
