@@ -57,7 +57,8 @@ def check_ledger(run: Path, config: RLConfig) -> Counter[str]:
             if fate == "skipped":
                 continue
             assert len(rollouts) == config.training.group_size
-            oldest = min(v for r in rollouts for s in r.segments for v in s.versions)
+            sampled = (s for r in rollouts for s in r.segments if s.source == "model")
+            oldest = min((v for s in sampled for v in s.versions), default=step - 1)
             if fate == "trained":
                 assert step - 1 - oldest <= config.pipeline.max_staleness
         per_step = Counter(step for _, step, fate, _ in fates if fate == "trained")
