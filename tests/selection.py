@@ -14,7 +14,7 @@ What `quick` leaves out:
 - Tests that a file imports from another file to run them again under its own conditions, likewise.
 """
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 from zlib import crc32
@@ -77,18 +77,22 @@ def _each_value_once(cases: list[pytest.Item]) -> list[pytest.Item]:
     Parameters that one decorator sets together count as one. Where one has more values than another, the values of the
     other take turns.
     """
-    values = {case: _values(case) for case in cases}
-    if len(next(iter(values.values()))) < 2:
+    by_values = {_values(case): case for case in cases}
+    missing = set().union(*by_values)
+    numbers: dict[str, list[int]] = defaultdict(list)
+    for name, number in sorted(missing):
+        numbers[name].append(number)
+    if len(numbers) < 2:
         return cases
-    missing = set().union(*values.values())
-    found: dict[pytest.Item, None] = {}
-    taken: Counter[tuple[str, int]] = Counter()
-    while missing:
-        best = max(cases, key=lambda case: (len(values[case] & missing), -sum(taken[value] for value in values[case])))
-        found[best] = None
-        taken.update(values[best])
-        missing -= values[best]
-    return [case for case in cases if case in found]
+    turns = range(max(map(len, numbers.values())))
+    wanted = (frozenset((name, each[turn % len(each)]) for name, each in numbers.items()) for turn in turns)
+    found = {values for values in wanted if values in by_values}
+    missing -= frozenset().union(*found)
+    while missing:  # not every value meets every other
+        best = max(by_values, key=lambda values: len(values & missing))
+        found.add(best)
+        missing -= best
+    return [case for values, case in by_values.items() if values in found]
 
 
 def _values(case: pytest.Item) -> frozenset[tuple[str, int]]:

@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -30,16 +31,17 @@ REWARDED = [name for name in PRESETS if name not in ("distil", "gkd")]
 SEEN = ("filter", "advantage.whiten", "ratio.anchor", "correction", "kl.into", "entropy.coef")  # by more than the loss
 
 
-def chosen(preset: str) -> set[tuple[str, Any]]:
+@cache
+def chosen(preset: str) -> frozenset[tuple[str, Any]]:
     """What of a preset the parts around its functions see: what these need, and which of them there are."""
     config = AlgorithmConfig(preset=preset)
     traits = {(stage, config.traits(stage)) for stage in STAGES if config.choice(stage).name is not None}
-    return traits | {(key, value) for key, value in settings(preset).items() if key in SEEN}
+    return frozenset(traits | {(key, value) for key, value in settings(preset).items() if key in SEEN})
 
 
 def cover() -> list[str]:
     """Presets that together choose whatever any preset chooses, the one with most that is new first."""
-    left, found = set().union(*map(chosen, REWARDED)), list[str]()
+    left, found = set[tuple[str, Any]]().union(*map(chosen, REWARDED)), list[str]()
     while left:
         found.append(max(REWARDED, key=lambda preset: len(chosen(preset) & left)))
         left -= chosen(found[-1])

@@ -44,11 +44,11 @@ def test_engine_trainer_and_generate_agree_in_fp32() -> None:
     chat = Chat(policy.tokenizer, policy.base.generation_config)
     stream = open_stream(load_config(find_recipe("quickstart")).data, 0)
     prompts = [chat.encode_prompt(stream.at(i).messages) for i in range(2)]
-    greedy = [Request(f"g{i}", p, SamplingParams(0.0, 8), 0) for i, p in enumerate(prompts)]
+    greedy = [Request(f"g{i}", p, SamplingParams(0.0, 5), 0) for i, p in enumerate(prompts)]
     sampled = [
-        Request(f"{i}/{j}", p, SamplingParams(1.0, 8, stop_tokens=chat.stop_tokens), 10 * i + j, share=f"{i}")
+        Request(f"{i}/{j}", p, SamplingParams(1.0, 5, stop_tokens=chat.stop_tokens), 10 * i + j, share=f"{i}")
         for i, p in enumerate(prompts)
-        for j in range(3)
+        for j in range(2)
     ]
 
     async def run() -> list[Completion]:
@@ -63,7 +63,7 @@ def test_engine_trainer_and_generate_agree_in_fp32() -> None:
     for prompt, completion in zip(prompts, done, strict=False):
         row = torch.tensor([prompt])
         whole = torch.ones_like(row)  # its padding token also closes turns: without a mask those would be ignored
-        expected = model.generate(row, attention_mask=whole, do_sample=False, max_new_tokens=8, eos_token_id=None)
+        expected = model.generate(row, attention_mask=whole, do_sample=False, max_new_tokens=5, eos_token_id=None)
         assert list(completion.tokens) == expected[0, len(prompt) :].tolist()
     answers = zip(sampled, done[len(greedy) :], strict=True)
     samples = [_sample(i, r.prompt_tokens, c) for i, (r, c) in enumerate(answers)]
@@ -107,7 +107,7 @@ def _sample(index: int, prompt: tuple[int, ...], done: Completion) -> Sample:
     mask = np.arange(len(tokens)) >= len(prompt)
     mu = np.zeros(len(tokens), dtype=np.float32)
     mu[mask] = done.logprobs
-    return Sample(index // 3, index, tokens, len(prompt), mask, np.zeros_like(mu), {"logp_mu": mu})
+    return Sample(index // 2, index, tokens, len(prompt), mask, np.zeros_like(mu), {"logp_mu": mu})
 
 
 def test_the_quickstart_recipe_takes_a_step(tmp_path: Path) -> None:

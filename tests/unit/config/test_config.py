@@ -542,12 +542,14 @@ def reads() -> set[tuple[str, str]]:
         found |= {("algorithm", key) for f in stage.choices.values() for key in keyword_settings(f)}
     for path in PACKAGE.rglob("*.py"):
         if path.name not in ("config.py", "presets.py"):
-            nodes = list(ast.walk(ast.parse(path.read_text())))
+            walked = ast.walk(ast.parse(path.read_text()))
+            nodes = [node for node in walked if isinstance(node, ast.arg | ast.Assign | ast.Attribute)]
             for section, cls in SECTIONS.items():
                 names = _names_of(section, {base.__name__ for base in cls.__mro__}, nodes)
-                for node in nodes:
-                    if isinstance(node, ast.Attribute) and _is_section(node.value, section, names):
-                        found.add((section, node.attr))
+                attributes = (
+                    node for node in nodes if isinstance(node, ast.Attribute) and node.attr in cls.model_fields
+                )
+                found |= {(section, node.attr) for node in attributes if _is_section(node.value, section, names)}
     return found
 
 

@@ -84,7 +84,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.thorough(keep=2)
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize(
     ("architecture", "settings"),
     [pytest.param(*case, marks=pytest.mark.slow) if case == ("qwen3", {}) else case for case in CASES],

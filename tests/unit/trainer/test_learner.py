@@ -92,7 +92,7 @@ def test_the_reference_is_computed_while_the_engine_samples(settings: dict[str, 
                 scores(reference, samples)
 
         computing = asyncio.create_task(asyncio.to_thread(keep_computing))
-        sampling = SamplingParams(max_tokens=200)
+        sampling = SamplingParams(max_tokens=100)
         try:
             return await asyncio.gather(*(engine.generate(Request(str(i), (5, 7 + i), sampling, i)) for i in range(8)))
         finally:
