@@ -44,7 +44,7 @@ KINDS = {
     "critic": ("algorithm.preset=ppo", "algorithm.critic.warmup=1"),
     "agents": (*AGENTS, "verifier.max_error_share=1"),
     "teacher": ("method.kind=distil",),
-    "spread": ("cluster.backend=local", "cluster.ranks=2", "cluster.engines=1"),
+    "spread": ("cluster.backend=local", "cluster.ranks=2", "engine.count=1"),
     "kto": (),
     "reward": (),
     "distil-file": (),

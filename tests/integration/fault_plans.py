@@ -183,7 +183,7 @@ def _rl(seed: str, sort: str, kind: str, folder: Path) -> Plan:
         settings = ["eval.prompts=0" if s.startswith("eval.prompts") else s for s in settings]
     if sort == "spread":
         ranks = 2 if kind == "kill a rank" else rng.choice([1, 2])
-        settings += ["cluster.backend=local", f"cluster.ranks={ranks}", f"cluster.engines={rng.choice([1, 1, 2])}"]
+        settings += ["cluster.backend=local", f"cluster.ranks={ranks}", f"engine.count={rng.choice([1, 1, 2])}"]
         settings += [f"cluster.verifiers={rng.choice([0, 1])}", f"cluster.transport={rng.choice(TRANSPORTS)}"]
     elif own_process:
         settings += ["engine.kind=process", f"engine.sync={rng.choice(['full', 'delta'])}"]

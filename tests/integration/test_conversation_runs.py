@@ -10,7 +10,7 @@ import pytest
 from dialogue import TURNS, fate_of
 from harness import HERE, RECIPE, VERIFIER, assert_same_metrics, finish, kitae, rows
 
-from kitae.models.tiny import _tokenizer
+from kitae.models.tiny import make_tokenizer
 from kitae.store.journal import Journal
 from kitae.types import Rollout
 
@@ -74,7 +74,7 @@ def test_failures_cost_one_sample_and_turns_are_trained_on(whole: Path) -> None:
 
 
 def _said(tokens: tuple[int, ...]) -> str:
-    text: str = _tokenizer().decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    text: str = make_tokenizer().decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False)
     cuts = [i for i, c in enumerate(text) if c.isascii() and c.isalpha()]
     return text[: cuts[0]] if cuts else text
 

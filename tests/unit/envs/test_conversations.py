@@ -4,10 +4,10 @@ import pytest
 
 from kitae.data.chat import Chat
 from kitae.envs.conversations import Conversations
-from kitae.models.tiny import _tokenizer
+from kitae.models.tiny import make_tokenizer
 from kitae.types import Message, Segment, ToolCall
 
-CHAT = Chat(_tokenizer())
+CHAT = Chat(make_tokenizer())
 ASKED = (Message("system", "Be brief. "), Message("user", " 2 + 2"))
 CALL = ToolCall("add", {"a": 2, "b": {"c": [1, None]}}, "call_1")
 SAID = Message("assistant", " I add.\n\n", (CALL,))

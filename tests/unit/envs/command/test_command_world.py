@@ -19,7 +19,7 @@ from kitae.envs.config import EnvConfig
 from kitae.envs.environment_registry import open_world
 from kitae.envs.rollouts import Episodes
 from kitae.errors import ConfigError
-from kitae.models.tiny import _tokenizer
+from kitae.models.tiny import make_tokenizer
 from kitae.types import Group, Message, Prompt, Score
 from kitae.workers.process_status import family_of, state_of
 
@@ -75,7 +75,7 @@ def run(
     (tmp_path / "agent.py").write_text(ASK + program)
     params = {"folder": str(tmp_path), "writable": [str(tmp_path)], **params}
     config = EnvConfig(name="command", command=f"{sys.executable} agent.py {arguments}", params=params)
-    tokenizer = _tokenizer()
+    tokenizer = make_tokenizer()
     chat = Chat(tokenizer)
     answer = [*chat.encode(says), *chat.stop_tokens[:1]]
     engine = FakeEngine(lambda request: answer)

@@ -26,7 +26,7 @@ from kitae.envs.base import EpisodeLimits
 from kitae.envs.config import EnvConfig
 from kitae.envs.environment_registry import open_world
 from kitae.envs.rollouts import Episodes
-from kitae.models.tiny import _tokenizer
+from kitae.models.tiny import make_tokenizer
 from kitae.types import Message, Prompt, Rollout
 
 REFERENCE = "the-reference-31415926"
@@ -168,7 +168,7 @@ def episode(tmp_path: Path, attack: str, harness: str = HARNESS, **params: Any) 
     (folder / "agent.py").write_text(ASK + claims + program)
     params = {"folder": str(folder), "writable": [str(loot)], "context": ["repo"], **params}
     config = EnvConfig(name="command", command=f"{sys.executable} agent.py", params=params)
-    chat = Chat(_tokenizer())
+    chat = Chat(make_tokenizer())
     answer = [*chat.encode("ab"), *chat.stop_tokens[:1]]
 
     async def body() -> Rollout:

@@ -20,7 +20,7 @@ from kitae.envs.base import EpisodeLimits
 from kitae.envs.config import EnvConfig
 from kitae.envs.environment_registry import open_world
 from kitae.envs.rollouts import Episodes
-from kitae.models.tiny import _tokenizer
+from kitae.models.tiny import make_tokenizer
 from kitae.types import Group
 from kitae.workers.process_status import state_of
 
@@ -212,7 +212,7 @@ def test_the_address_of_an_episode_that_is_over_leads_nowhere(tmp_path: Path) ->
     """That of another one under way is a secret."""
 
     async def body() -> list[Group]:
-        chat = Chat(_tokenizer())
+        chat = Chat(make_tokenizer())
         (tmp_path / "agent.py").write_text(
             ASK
             + CLAIM

@@ -16,7 +16,7 @@ from kitae.envs.base import EpisodeLimits
 from kitae.envs.config import EnvConfig
 from kitae.envs.environment_registry import open_world
 from kitae.envs.rollouts import Episodes
-from kitae.models.tiny import _tokenizer
+from kitae.models.tiny import make_tokenizer
 from kitae.types import Group, Message, Prompt
 from kitae.workers.process_status import family_of, state_of
 
@@ -36,7 +36,7 @@ sleep 100
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [200])
 def test_two_hundred_programs_at_once(tmp_path: Path, count: int) -> None:
-    chat = Chat(_tokenizer())
+    chat = Chat(make_tokenizer())
     engine = FakeEngine(lambda request: [*chat.encode("ab"), *chat.stop_tokens[:1]])
     config = EnvConfig(
         name="command", command=f"sh -c {shlex.quote(SHELL)}", params={"folder": str(tmp_path), "reward": "program"}
