@@ -31,8 +31,9 @@ HELLO: dict[str, Any] = {"messages": [{"role": "user", "content": "Hello"}]}
 
 @contextmanager
 def program(*arguments: str) -> Iterator[tuple[Command, str]]:
-    """`kitae serve …` and its address."""
-    process = kitae("serve", *arguments, "--port", "0")
+    """`kitae serve …` and its address; on a busy machine the last answers may take long."""
+    patient = "from kitae.serving import running_server; running_server._LAST_WORDS = 100"
+    process = kitae("serve", *arguments, "--port", "0", script=f"{patient}; from kitae.cli.main import run; run()")
     try:
         while "-d" not in (said := process.printed()):  # all of its greeting
             assert process.poll() is None, said
