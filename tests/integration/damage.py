@@ -2,11 +2,10 @@
 
     PYTHONPATH=tests python tests/integration/damage.py [--trials 1000] [--first 0] [--seconds S]
 
-A few small runs of different kinds are killed (`KINDS`): each once it is asked for, and trained to its end too, once. A
-trial copies a
-killed run and its model, damages one file (`DAMAGES`), and resumes it in a forked process, which has all imports. Half
-of the trials draw the file from all alike, half by size. Everything follows from the seed. A trial ends in one of
-these ways, and everything else is a failure:
+Small runs of different kinds (`KINDS`) are killed, and trained to their ends too, when the first trial asks for them. A
+trial copies a killed run and its model, damages one file (`DAMAGES`), and resumes it in a forked process, which has all
+imports. Half of the trials draw the file from all alike, half by size. Everything follows from the seed. A trial ends
+in one of these ways, and everything else is a failure:
 
     same       the weights are those of the run that was never killed
     mended     the same, and the damage was named

@@ -121,10 +121,10 @@ class Plan:
             plan = (_offline if sort == "offline" else _rl)(f"{seed}{again}", sort, kind, folder)
             try:
                 plan.config(folder, plan.steps)
-            except ConfigError:
-                continue
-            return plan
-        raise AssertionError(f"no settings of a run of the sort {sort!r} go together")
+                return plan
+            except ConfigError as error:
+                refused = error
+        raise AssertionError(f"no settings of a run of the sort {sort!r} go together: {refused}")
 
     def config(self, folder: Path, steps: int) -> Root:
         settings = [*self.settings, f"training.steps={steps}"]
