@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from kitae.api import resume as resume
     from kitae.api import sample as sample
     from kitae.api import sample_to_file as sample_to_file
+    from kitae.api import start as start
     from kitae.api import train as train
     from kitae.engines.base import Engine as Engine
     from kitae.envs.base import Environment as Environment
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from kitae.observe.observer import Observer as Observer
     from kitae.offline.answer_selection import Selection as Selection
     from kitae.offline.base import Method as Method
+    from kitae.scripting.live_run import Step as Step
     from kitae.store.run_folder import Result as Result
     from kitae.trainer.base import Trainer as Trainer
     from kitae.types import Group as Group
@@ -35,10 +37,11 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    **dict.fromkeys(("train", "resume", "evaluate", "sample", "sample_to_file", "load"), "kitae.api"),
+    **dict.fromkeys(("train", "start", "resume", "evaluate", "sample", "sample_to_file", "load"), "kitae.api"),
     **dict.fromkeys(("Prompt", "Message", "Rollout", "Group", "Score"), "kitae.types"),
     **dict.fromkeys(("Environment", "Observation"), "kitae.envs.base"),
     "Result": "kitae.store.run_folder",
+    "Step": "kitae.scripting.live_run",
     "Evaluation": "kitae.evaluation.measure",
     "Selection": "kitae.offline.answer_selection",
     "KitaeError": "kitae.errors",

@@ -1,80 +1,149 @@
-"""Kitae from Python: `from kitae import train, resume, evaluate, sample, load`. docs/api.md says what stays as it is.
+"""Kitae from Python: `from kitae import train, start, resume, evaluate, sample, load`. docs/api.md says what stays as
+it is.
 
 Each function works in a script, in a thread, and where an event loop is running already, as in a notebook: there the
 work happens in a thread of its own. Whatever is wrong with what is asked for is a `KitaeError`, raised before a model
 is loaded.
 """
 
-import asyncio
-import signal
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeVar, overload
+from typing import Any, overload
 
-from kitae.config.recipe import find_recipe, find_run, make_config, model_settings, read_recipe
+from kitae.config.recipe import find_recipe, find_run, model_settings, override_config, read_recipe
 from kitae.config.root import RLConfig, Root, reinforcement
 from kitae.engines.base import SamplingParams
-from kitae.errors import ConfigError, Interrupted
+from kitae.errors import ConfigError
 from kitae.evaluation.measure import Evaluation
 from kitae.evaluation.run_suites import evaluate_on, evaluate_own
 from kitae.evaluation.targets import asked_suites, is_model, suite_names, without_recipe
 from kitae.models.load import trained_model
-from kitae.observe.observer import Audience, Observer, audience_of
+from kitae.observe.observer import Audience, Observer, Silent, audience_of
+from kitae.observe.shown import Shown
 from kitae.offline.answer_selection import Keep, Selection
 from kitae.offline.loaded_model import Asked, LoadedModel
 from kitae.offline.sampling import SampleOrder, SampleWatcher, Tally, check_output
 from kitae.run import train_run
-from kitae.run.interrupts import stop_elsewhere
 from kitae.run.plan import check_settings
 from kitae.run.sample_run import sample_file, sample_groups
+from kitae.scripting.carry_out import ended, outside_a_loop, refuse_in_workers, resume_with, train_order, work_on
+from kitae.scripting.live_run import LiveRun
+from kitae.scripting.run_order import Rewards, RunOrder, make_order
 from kitae.store.run_folder import Result, is_run, read_config
 from kitae.types import Group
-
-T = TypeVar("T")
 
 Recipe = str | Path | Mapping[str, Any] | Root
 """The name of a shipped recipe, the path of one, its values as nested dicts, or settings that are resolved already."""
 
-Settings = Mapping[str, Any]
-"""The keys of a section: `training={"steps": 20, "lr": 1e-5}`."""
+Rows = Iterable[Any]
+"""Mappings from columns to values: a list, a generator, a data frame, a data set of the library `datasets`."""
 
-_NO_SETTINGS: Settings = MappingProxyType({})
+_NONE: Mapping[str, Any] = MappingProxyType({})
 
 
 def train(
-    recipe: Recipe,
+    recipe: Recipe | Rows | None = None,
     *,
+    model: str | Path | Result | Mapping[str, Any] | None = None,
+    data: Rows | str | Path | Mapping[str, Any] | None = None,
+    eval_data: Rows | str | Path | None = None,
+    reward: Rewards | None = None,
+    method: str | Mapping[str, Any] | None = None,
     overrides: Sequence[str] = (),
     observer: Observer | Audience | None = None,
-    **settings: Settings,
+    quiet: bool = False,
+    **settings: Any,
 ) -> Result:
-    """Train a new run to its end: `train("quickstart", training={"steps": 5}).after`.
+    """Train a new run to its end: `train(model="smollm2-135m", data=rows, reward=f, steps=50).after`, or by a recipe:
+    `train("quickstart", steps=5)`.
 
-    overrides: as on the command line, `["training.steps=5"]`; settings: the same by section. observer: who is told what
-    happens (`kitae.Observer`); nobody, unless given. Raises `Interrupted` after Ctrl-C, when everything is saved:
-    `resume(folder)` goes on.
+    data: rows, which are kept in the run folder; or a file, a task, a data set on the hub; or the section. The prompt
+    and its reference are found by the names of their columns. eval_data: the same, held out. reward: who judges an
+    answer; docs/api.md says how functions are called. method: "sft", "dpo", … with rows of examples. settings: keys of
+    training, sampling, model, algorithm, data and run (`lr=1e-5`), and other sections as mappings
+    (`eval={"prompts": 16}`). overrides: as on the command line, `["training.steps=5"]`. observer: who is told what
+    happens (`kitae.Observer`), in place of the screen; quiet: nobody. Raises `Interrupted` after Ctrl-C, when
+    everything is saved: `resume(folder)` goes on.
     """
-    config = as_config(recipe, overrides, settings)
-    audience = audience_of(observer)
-    return _ended(outside_a_loop(lambda: train_run.train(config, audience)))
+    order = _order(recipe, model, data, eval_data, reward, method, overrides, settings)
+    audience = _audience(observer, quiet)
+    return ended(outside_a_loop(lambda: train_order(order, audience)), order.functions)
+
+
+def start(
+    recipe: Recipe | Rows | None = None,
+    *,
+    model: str | Path | Result | Mapping[str, Any] | None = None,
+    data: Rows | str | Path | Mapping[str, Any] | None = None,
+    eval_data: Rows | str | Path | None = None,
+    reward: Rewards | None = None,
+    method: str | Mapping[str, Any] | None = None,
+    overrides: Sequence[str] = (),
+    observer: Observer | Audience | None = None,
+    quiet: bool = False,
+    **settings: Any,
+) -> LiveRun:
+    """Begin a run as `train` does, and take its steps one at a time:
+
+    run = start(model="smollm2-135m", data=rows, reward=f)
+    for step in run:                                  nothing is trained while the body works
+        print(step.number, step.reward, run.model.generate("2 + 2 ="))
+        if step.reward > 0.9:
+            break                                     a clean stop, with a checkpoint
+    run.result
+    """
+    order = _order(recipe, model, data, eval_data, reward, method, overrides, settings)
+    return LiveRun(lambda hands, audience: train_order(order, audience, hands), _audience(observer, quiet), order)
 
 
 def resume(
-    run: str | Path,
+    run: str | Path | Result,
     *,
+    reward: Rewards | None = None,
     overrides: Sequence[str] = (),
     checkpoint: str | None = None,
     forget: bool = False,
     observer: Observer | Audience | None = None,
+    quiet: bool = False,
 ) -> Result:
     """Go on with a run that was stopped or killed, or beyond its end with `overrides=["training.steps=40"]`. A finished
-    one is left as it is."""
-    folder, audience = find_run(Path(run)), audience_of(observer)
-    return _ended(outside_a_loop(lambda: train_run.resume(folder, audience, overrides, checkpoint, forget)))
+    one is left as it is. reward: its reward functions again, where no file has them; they must be what they were."""
+    folder, audience = find_run(run.folder if isinstance(run, Result) else Path(run)), _audience(observer, quiet)
+    return resume_with(folder, reward, lambda: train_run.resume(folder, audience, overrides, checkpoint, forget))
+
+
+def _order(
+    recipe: Recipe | Rows | None,
+    model: Any,
+    data: Any,
+    eval_data: Any,
+    reward: Any,
+    method: Any,
+    overrides: Sequence[str],
+    settings: Mapping[str, Any],
+) -> RunOrder:
+    refuse_in_workers()
+    if isinstance(recipe, Iterable) and not isinstance(recipe, str | Mapping | Root):
+        if data is not None:
+            raise ConfigError(f"a recipe is a name, a path, nested dicts or settings, got {_short(recipe)}")
+        recipe, data = None, recipe
+    if recipe is None and data is None and model is None and not overrides and not settings:
+        raise ConfigError("train needs a recipe, or a model, data and a reward, got none")
+    given = {"model": model, "data": data, "eval_data": eval_data, "reward": reward, "method": method}
+    if isinstance(recipe, Root) and not overrides and not settings and not any(v is not None for v in given.values()):
+        return RunOrder(recipe, {})
+    return make_order(_values(recipe), overrides=overrides, keywords=settings, **given)
+
+
+def _audience(observer: Observer | Audience | None, quiet: bool) -> Audience:
+    return audience_of(observer or Silent()) if quiet or observer is not None else Shown()
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 100 else f"{text[:99]}…"
 
 
 @overload
@@ -82,10 +151,11 @@ def evaluate(
     target: Recipe | Result,
     *,
     suites: None = None,
-    data: str | Path | None = None,
+    data: Rows | str | Path | None = None,
+    reward: Rewards | None = None,
     model: str | Path | None = None,
     overrides: Sequence[str] = (),
-    **settings: Settings,
+    **settings: Any,
 ) -> Evaluation: ...
 
 
@@ -97,7 +167,7 @@ def evaluate(
     data: str | Path | None = None,
     model: str | Path | None = None,
     overrides: Sequence[str] = (),
-    **settings: Settings,
+    **settings: Any,
 ) -> dict[str, Evaluation]: ...
 
 
@@ -105,18 +175,25 @@ def evaluate(
     target: Recipe | Result,
     *,
     suites: str | Sequence[str] | None = None,
-    data: str | Path | None = None,
+    data: Rows | str | Path | None = None,
+    reward: Rewards | None = None,
     model: str | Path | None = None,
     overrides: Sequence[str] = (),
-    **settings: Settings,
+    **settings: Any,
 ) -> Evaluation | dict[str, Evaluation]:
     """Measure a model on the held-out prompts of a recipe: `evaluate("runs/quickstart-001").avg`. Or on suites, which
-    are found by their names then: `evaluate("smollm2-135m", suites=["gsm8k", "sort"])["sort"].avg`.
+    are found by their names then: `evaluate("smollm2-135m", suites=["gsm8k", "sort"])["sort"].avg`. Or on rows of your
+    own: `evaluate("smollm2-135m", data=rows, reward=f).avg`.
 
     target: a run (its trained model), a recipe (its untrained one), or with suites a model alone. model: another one in
     its place. suites: as `kitae suites` lists them, with all their problems unless `eval={"prompts": 64}` says how
-    many; `own` is the task of the target. data: the folder that has their files, else they come from the hub.
+    many; `own` is the task of the target. data: the folder that has their files, else they come from the hub; without
+    suites, rows or a file of them, all of which are asked, and judged by `reward` or as the target judges.
     """
+    if suites is None and data is not None:
+        return _evaluate_rows(target, data, reward, model, overrides, settings)
+    if reward is not None or not (data is None or isinstance(data, str | Path)):
+        raise ConfigError("rows and reward are for an evaluation without suites, which have their own")
     names = suite_names(suites if suites is None or isinstance(suites, str) else ",".join(suites))
     alone = _model_alone(target)
     if alone is not None:
@@ -125,7 +202,10 @@ def evaluate(
     else:
         config = reinforcement(of_target(target, model, overrides, settings), "evaluate")
     if config.eval.prompts == 0:
-        raise ConfigError("eval.prompts must be at least 1 for an evaluation, got 0")
+        raise ConfigError(
+            "eval.prompts must be at least 1 for an evaluation, got 0, as where a file has nothing held out beside it "
+            "(data.eval_path)"
+        )
     if alone is None:
         check_settings(config)
     if suites is None:
@@ -133,6 +213,27 @@ def evaluate(
     limited = "prompts" in settings.get("eval", {}) or any(o.startswith("eval.prompts=") for o in overrides)
     asked = asked_suites(names, str(data) if data else None, config, own=alone is None, limited=limited)
     return outside_a_loop(lambda: evaluate_on(config, asked))
+
+
+def _evaluate_rows(
+    target: Recipe | Result,
+    data: Rows | str | Path,
+    reward: Rewards | None,
+    model: str | Path | None,
+    overrides: Sequence[str],
+    settings: Mapping[str, Any],
+) -> Evaluation:
+    values = _target_values(target, model)
+    order = make_order(values, eval_data=data, reward=reward, overrides=overrides, keywords=settings)
+    config = reinforcement(order.config, "evaluate")
+    if "eval_path" in order.rows and "prompts" not in settings.get("eval", {}):
+        order = replace(order, config=override_config(config, [f"eval.prompts={len(order.rows['eval_path'].lines)}"]))
+
+    def work(config: RLConfig) -> Evaluation:
+        check_settings(config)
+        return evaluate_own(config)
+
+    return work_on(order, work)
 
 
 def _model_alone(target: Recipe | Result) -> str | None:
@@ -150,21 +251,25 @@ def sample(
     prompts: int | Sequence[Asked] = 8,
     n: int = 1,
     *,
+    data: Rows | str | Path | Mapping[str, Any] | None = None,
+    reward: Rewards | None = None,
     model: str | Path | None = None,
     overrides: Sequence[str] = (),
-    **settings: Settings,
+    **settings: Any,
 ) -> list[Group]:
     """n answers to each prompt, as one `Group` for each: `sample("quickstart", prompts=4, n=8)[0].rewards_G`.
 
     target: a recipe or a run. prompts: how many of its training prompts, whose answers are verified; or your own, as
-    texts or messages, which nobody judges. `sample_to_file` writes a file to train on.
+    texts or messages, which nobody judges. data, reward: in place of the target's, as for `train`; the target may be a
+    model alone then. `sample_to_file` writes a file to train on.
     """
-    config = reinforcement(of_target(target, model, overrides, settings), "sample")
+    order = make_order(_target_values(target, model), data=data, reward=reward, overrides=overrides, keywords=settings)
+    config = reinforcement(order.config, "sample")
     if isinstance(prompts, str):  # a sequence too: of letters
         raise ConfigError(f"prompts must be a number or a list of prompts, got the text {prompts!r}")
     if isinstance(prompts, int):
         SampleOrder(prompts, n, Selection("all"))  # refuses numbers that make no sense
-        return outside_a_loop(lambda: sample_groups(config, prompts, n))
+        return work_on(order, lambda placed: sample_groups(placed, prompts, n))
     s = config.sampling
     params = SamplingParams(s.temperature, s.max_tokens, stop_strings=s.stop)
     with LoadedModel(config.model, config.engine, config.run.seed) as loaded:
@@ -182,7 +287,7 @@ def sample_to_file(
     model: str | Path | None = None,
     overrides: Sequence[str] = (),
     watcher: SampleWatcher | None = None,
-    **settings: Settings,
+    **settings: Any,
 ) -> Tally:
     """Sample, verify, and write what is kept as a file that stages train on: `keep="pairs"` for preferences, say.
 
@@ -197,7 +302,7 @@ def sample_to_file(
     return outside_a_loop(lambda: sample_file(config, order, Path(output), watcher))
 
 
-def load(model: str | Path | Result, *, engine: Settings | None = None, **settings: Any) -> LoadedModel:
+def load(model: str | Path | Result, *, engine: Mapping[str, Any] | None = None, **settings: Any) -> LoadedModel:
     """A model that answers: `with load("runs/quickstart-001") as model: model.generate("Reverse 1, 2, 3", n=4)`.
 
     model: a run, a folder, a hub id or a short name; settings: those of `[model]`, such as `device="cpu"`; engine:
@@ -208,74 +313,40 @@ def load(model: str | Path | Result, *, engine: Settings | None = None, **settin
     return LoadedModel(config.model, config.engine)
 
 
-def as_config(recipe: Recipe, overrides: Sequence[str] = (), settings: Settings = _NO_SETTINGS) -> Root:
+def as_config(recipe: Recipe, overrides: Sequence[str] = (), settings: Mapping[str, Any] = _NONE) -> Root:
     """The settings of a recipe, with others in place of some of them."""
-    if isinstance(recipe, Root):
-        return make_config(recipe.given(), overrides, settings) if overrides or settings else recipe
-    if not isinstance(recipe, str | Path | Mapping):
-        raise ConfigError(f"a recipe is a name, a path, nested dicts or settings, got {recipe!r}")
-    values = dict(recipe) if isinstance(recipe, Mapping) else read_recipe(find_recipe(str(recipe)))
-    return make_config(values, overrides, settings)
+    if isinstance(recipe, Root) and not overrides and not settings:
+        return recipe
+    return make_order(_values(recipe), overrides=overrides, keywords=settings).config
 
 
-def of_target(target: Recipe | Result, model: str | Path | None, overrides: Sequence[str], settings: Settings) -> Root:
+def of_target(
+    target: Recipe | Result, model: str | Path | None, overrides: Sequence[str], settings: Mapping[str, Any]
+) -> Root:
     """The settings of a recipe, or of a run with its trained model."""
+    return make_order(_target_values(target, model), overrides=overrides, keywords=settings).config
+
+
+def _values(recipe: Recipe | None) -> dict[str, Any]:
+    if recipe is None:
+        return {}
+    if isinstance(recipe, Root):
+        return recipe.given()
+    if not isinstance(recipe, str | Path | Mapping):
+        raise ConfigError(f"a recipe is a name, a path, nested dicts or settings, got {_short(recipe)}")
+    return dict(recipe) if isinstance(recipe, Mapping) else read_recipe(find_recipe(str(recipe)))
+
+
+def _target_values(target: Recipe | Result, model: str | Path | None) -> dict[str, Any]:
+    """Of a recipe, of a run with its trained model, or of a model alone, whose data is yet to be given."""
     chosen: dict[str, Any] = {"path": str(model)} if model is not None else {}
     if isinstance(target, Result):
         target = target.folder
     if isinstance(target, str | Path) and is_run(folder := find_run(Path(target))):
         chosen = chosen or {"path": str(trained_model(folder)), "lora_rank": 0}
         target = read_config(folder)
-    return as_config(target, overrides, {**settings, "model": {**chosen, **settings.get("model", {})}})
-
-
-def outside_a_loop(work: Callable[[], T]) -> T:
-    """What `work` returns or raises. Where an event loop is running, it is called in another thread.
-
-    Ctrl-C then stops a run at its next safe point, like elsewhere; a second one gives up waiting for that.
-    """
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return work()
-    done: Future[T] = Future()
-
-    def call() -> None:
-        try:
-            done.set_result(work())
-        except BaseException as error:
-            done.set_exception(error)
-
-    with _stopping_by_signal():
-        threading.Thread(target=call, name="kitae-run", daemon=True).start()
-        return done.result()
-
-
-@contextmanager
-def _stopping_by_signal() -> Iterator[None]:
-    """While the main thread waits for another: Ctrl-C stops what runs there; if nothing does, or again, it raises."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    asked = False
-
-    def interrupted(number: int, frame: object) -> None:
-        nonlocal asked
-        if asked or not stop_elsewhere(number):
-            raise KeyboardInterrupt
-        asked = True
-
-    before = signal.signal(signal.SIGINT, interrupted)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-def _ended(result: Result) -> Result:
-    if result.stopped_by is not None:
-        raise Interrupted(
-            f"stopped after step {result.step}; everything is saved. Go on with:\n    kitae resume {result.folder}",
-            result.stopped_by,
-        )
-    return result
+    if isinstance(target, str | Path) and is_model(str(target)):
+        return {"model": {"path": str(target), **chosen}, "data": {"task": "reverse"}}
+    values = _values(target)
+    section = values.get("model", {})
+    return {**values, "model": {**section, **chosen} if isinstance(section, Mapping) else section}

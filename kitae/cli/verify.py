@@ -23,9 +23,11 @@ from kitae.observe.plain_output import terminal_of
 from kitae.types import Prompt, Score
 from kitae.verifiers.pool import VerifierPool
 from kitae.verifiers.pool import validate as find_bad_gold
+from kitae.verifiers.pool import validate_wrong as find_bad_wrong
 from kitae.verifiers.score_calls import check_params
 from kitae.verifiers.verifier_registry import VERIFIERS, resolve
 
+_WRONG = 16  # answers to other prompts that are tried
 _GENERATED = 256  # problems of a task that has no end
 _AHEAD = 16_384  # rows under way at most: many may hang without holding up the others
 
@@ -97,12 +99,13 @@ def validate(
     stream = open_stream(config.data, config.run.seed)
     prompts = [stream.at(position) for position in range(limit or stream.size or _GENERATED)]
 
-    async def check() -> tuple[list[tuple[Prompt, Score]], int]:
+    async def check() -> tuple[list[tuple[Prompt, Score]], list[tuple[Prompt, str, Score]], int]:
         settings = config.verifier
         async with VerifierPool(settings.name, settings.params, settings.workers, settings.timeout) as pool:
-            return await find_bad_gold(pool, prompts), sum(pool.gold(prompt) is not None for prompt in prompts)
+            known = sum(pool.gold(prompt) is not None for prompt in prompts)
+            return await find_bad_gold(pool, prompts), await find_bad_wrong(pool, prompts[:_WRONG]), known
 
-    bad, known = asyncio.run(check())
+    bad, unjudged, known = asyncio.run(check())
     for prompt, score in bad:
         gold = prompt.reference if prompt.gold is None else prompt.gold
         found = f"{score.value:g}" if score.valid else "not judged"
@@ -110,7 +113,9 @@ def validate(
     print(
         f"{len(prompts)} prompts, {known} with a gold answer; {len(bad)} fail under verifier {config.verifier.name!r}"
     )
-    if bad:
+    for prompt, answer, score in unjudged:
+        print(f"{prompt.id}: the wrong answer {_short(answer)} must be a 0 → not judged {score.detail}".rstrip())
+    if bad or unjudged:
         raise SystemExit(1)
 
 

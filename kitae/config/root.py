@@ -151,7 +151,7 @@ class RLConfig(Root):
     @classmethod
     def completed(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
         """Data knows its verifier, who has a command runs it, and several engines, or those of a cluster, are processes
-        of their own."""
+        of their own. Where no file is held out, nothing is evaluated unless it is asked for."""
         env = values.get("env", {})
         if env.get("command") and "name" not in env:
             values = {**values, "env": {**env, "name": "command"}}
@@ -159,6 +159,7 @@ class RLConfig(Root):
         if backend != "none" or engine.get("count", 1) != 1:
             values = {**values, "engine": {"kind": "process", **engine}}
         verifier, data = values.get("verifier", {}), values.get("data", {})
+        values = _without_evaluation(values, "prompts") if data.get("path") and not data.get("eval_path") else values
         name = usual_verifier(data)
         if name is None or "name" in verifier:
             return values
@@ -213,6 +214,13 @@ class StageConfig(Root):
     @classmethod
     def sources(cls) -> tuple[str, ...]:
         return EXAMPLE_SOURCES
+
+    @classmethod
+    def completed(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Where nothing is held out, nothing is evaluated unless it is asked for."""
+        data = values.get("data", {})
+        held_out = data.get("eval_path") or (data.get("hub") and data.get("hub_eval_files"))
+        return values if held_out else _without_evaluation(values, "examples")
 
     @property
     def title(self) -> str:
@@ -296,6 +304,12 @@ def reinforcement(config: Root, what: str) -> RLConfig:
     if not isinstance(config, RLConfig):
         raise ConfigError(f"{what} is for method.kind = 'rl' or 'distil', got a recipe of kind {config.method.kind!r}")
     return config
+
+
+def _without_evaluation(values: Mapping[str, Any], count: str) -> Mapping[str, Any]:
+    """The values with no evaluation, where they say nothing of how many are asked."""
+    section = values.get("eval", {})
+    return values if count in section else {**values, "eval": {**section, count: 0}}
 
 
 def _paths(path: str, value: Any) -> Iterator[tuple[str, Any]]:

@@ -18,8 +18,10 @@ SOURCES = ("task", "gym", "path", "hub")
 class PromptColumns(Table):
     """What the columns of a file of prompts are called."""
 
-    prompt: str = Field("question", description="The question, or a list of chat messages.")
-    answer: str = Field("answer", description="The reference answer; empty: there is none.")
+    prompt: str = Field("question", min_length=1, description="The question, or a list of chat messages.")
+    answer: str = Field(
+        "answer", description="The reference answer; empty: there is none, and the verifier needs none."
+    )
 
 
 class DataConfig(Section):

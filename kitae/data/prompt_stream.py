@@ -176,11 +176,18 @@ def _row_prompt(config: DataConfig, reader: Reader, row: DataRow) -> Prompt:
 
 
 def _columns(config: DataConfig, row: Mapping[str, Any]) -> Exercise:
-    """The format of files without one: a column for the question, a column for the answer."""
-    for key in filter(None, (config.columns.prompt, config.columns.answer)):
-        if key not in row:
-            raise DataError(f"no key {key!r}; the row has {listed(list(row))}")
-    reference = row[config.columns.answer] if config.columns.answer else ""
+    """The format of files without one: a column for the question, a column for the answer; "" where there is none."""
+    for setting, key in config.columns:
+        if key and key not in row:
+            raise DataError(f"no column {key!r}, as data.columns.{setting} has it; the row has {listed(list(row))}")
+    if not config.columns.answer:
+        return Exercise(row[config.columns.prompt], None)
+    reference = row[config.columns.answer]
+    if reference is None:
+        raise DataError(
+            f"the reference answer is null, in the column {config.columns.answer!r}; "
+            'data.columns.answer="" is for data without references'
+        )
     if config.answer_after is not None:
         reference = _after(config.answer_after, repr(config.columns.answer), reference)
     return Exercise(row[config.columns.prompt], reference)

@@ -12,6 +12,7 @@ from kitae.config.root import RLConfig, reinforcement
 from kitae.data.tasks import TASKS
 from kitae.errors import ConfigError
 from kitae.evaluation.suites import KNOWN, OWN, PUZZLES, Suite, find_suites
+from kitae.rl.config import EvalConfig
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _ASKING = ("eval", "model", "engine", "run")
@@ -61,7 +62,7 @@ def without_recipe(
         found: dict[str, Any] = {"path": files[0]}
     else:
         found = find_suites(names[:1], data, None)[0].data.model_dump(exclude_unset=True)
-    values = {"data": found, "model": {"path": model}}
+    values = {"data": found, "model": {"path": model}, "eval": {"prompts": EvalConfig().prompts}}
     return reinforcement(make_config(values, given, settings), "an evaluation")
 
 

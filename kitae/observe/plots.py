@@ -31,10 +31,7 @@ def plot_run(run: Path, output: Path | None = None) -> Path:
     figure, axes = pyplot.subplots(2, columns, figsize=(4.2 * columns, 6), constrained_layout=True, squeeze=False)
     x = [row["step"] for row in steps]
     reward, *others = axes.flat
-    main = main_metric(steps)
-    reward.plot(x, [_number(row[main]) for row in steps], ".-", label=f"training {main}", color="tab:blue")
-    _draw_evaluations(reward, evals)
-    reward.set_title(main)
+    draw_main(reward, steps, evals)
     for axis, (key, values) in zip(others, curves.items(), strict=False):
         axis.plot(x, values, ".-")
         axis.set_title(CURVES[key])
@@ -47,6 +44,15 @@ def plot_run(run: Path, output: Path | None = None) -> Path:
         axis.grid(alpha=0.3)
     figure.suptitle(run.resolve().name)
     return save_figure(figure, output or run / "plot.png")
+
+
+def draw_main(axis: Any, steps: list[dict[str, Any]], evals: list[dict[str, Any]]) -> None:
+    """The reward, or what a stage has in its place, with the scores on what is held out."""
+    main = main_metric(steps)
+    values = [_number(row[main]) for row in steps]
+    axis.plot([row["step"] for row in steps], values, ".-", label=f"training {main}", color="tab:blue")
+    _draw_evaluations(axis, evals)
+    axis.set_title(main)
 
 
 def save_figure(figure: Any, target: Path) -> Path:

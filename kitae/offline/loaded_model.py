@@ -4,7 +4,6 @@ import asyncio
 import math
 import threading
 from collections.abc import Coroutine, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Self, TypeVar
 
 from kitae.data.chat import Chat
@@ -12,12 +11,13 @@ from kitae.data.messages import read_messages
 from kitae.engines.base import SamplingParams
 from kitae.engines.config import EngineConfig
 from kitae.engines.native.engine import NativeEngine
+from kitae.envs.asking import Nobody, ask
 from kitae.envs.base import EpisodeLimits, SingleTurn
 from kitae.envs.rollouts import Episodes
-from kitae.errors import ConfigError, EngineError, root_cause
+from kitae.errors import ConfigError, EngineError
 from kitae.models.config import ModelConfig
 from kitae.models.load import check_model, load_policy
-from kitae.types import Group, LazyText, Message, Prompt, Score
+from kitae.types import Group, Message, Prompt
 
 T = TypeVar("T")
 Asked = str | Sequence[Mapping[str, Any]]
@@ -64,9 +64,8 @@ class LoadedModel:
         """n answers to each prompt, with their tokens and log-probs; nobody judges them."""
         if n < 1:
             raise ConfigError(f"n must be at least 1, got {n}")
-        _check(params)
+        check_sampling(params)
         asked = [Prompt(f"prompt/{i}", as_messages(p), None) for i, p in enumerate(prompts)]
-        params = replace(params, stop_tokens=self._chat.stop_tokens)
         return self._wait(self._sample(asked, n, params, seed))
 
     async def _start(self, config: EngineConfig) -> NativeEngine:
@@ -74,14 +73,9 @@ class LoadedModel:
 
     async def _sample(self, prompts: Sequence[Prompt], n: int, params: SamplingParams, seed: int) -> list[Group]:
         limits = EpisodeLimits(turns=1, context=self.policy.max_context)
-        episodes = Episodes(self._engine, self._chat, _Nobody(), SingleTurn, params, seed, label="ask", limits=limits)
+        episodes = Episodes(self._engine, self._chat, Nobody(), SingleTurn, params, seed, label="ask", limits=limits)
         async with self._turn:
-            try:
-                async with asyncio.TaskGroup() as tasks:
-                    asked = [tasks.create_task(episodes.group(i, prompt, n)) for i, prompt in enumerate(prompts)]
-            except BaseExceptionGroup as problem:
-                raise root_cause(problem) from None
-        return [_unjudged(task.result()) for task in asked]
+            return await ask(episodes, prompts, n, params, seed)
 
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:
         if self._loop.is_closed():
@@ -103,7 +97,7 @@ class LoadedModel:
         self.close()
 
 
-def _check(params: SamplingParams) -> None:
+def check_sampling(params: SamplingParams) -> None:
     """What recipes refuse by their types, callers may say all the same."""
     for name, good, rule in (
         ("temperature", 0 <= params.temperature < math.inf, "at least 0, and finite"),
@@ -116,17 +110,6 @@ def _check(params: SamplingParams) -> None:
         if not good:
             got = params.stop_strings if name == "stop" else getattr(params, name)
             raise ConfigError(f"{name} must be {rule}, got {got!r}")
-
-
-class _Nobody:
-    """Stands where a verifier would."""
-
-    async def score(self, response: str | LazyText, reference: Any, context: Mapping[str, Any]) -> Score:
-        return Score.error("nobody judges these answers")
-
-
-def _unjudged(group: Group) -> Group:
-    return replace(group, rollouts=tuple(replace(r, score=None) for r in group.rollouts))
 
 
 def as_messages(prompt: Asked) -> tuple[Message, ...]:

@@ -5,7 +5,7 @@ after it exactly, and needs no journal for that.
 """
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import replace
 from typing import Any
 
@@ -51,6 +51,7 @@ class OfflineLoop:
         self._limit = store.time_limit()
         self.last_step = frontier.step if self._limit.is_reached else config.training.steps
         self._stopping = False
+        self.between: Callable[[], Coroutine[Any, Any, None]] | None = None
 
     def stop(self) -> None:
         self._stopping = True
@@ -67,8 +68,10 @@ class OfflineLoop:
         return after
 
     async def _train_steps(self) -> None:
-        began, coming = now(), self._coming(self.frontier.step + 1)
+        began, coming, first = now(), self._coming(self.frontier.step + 1), self.frontier.step + 1
         while (step := self.frontier.step + 1) <= self.last_step:
+            if step > first and self.between is not None and not self._stopping:
+                await self.between()
             if self._stopping:
                 raise Stopped
             assert coming is not None
@@ -108,6 +111,10 @@ class OfflineLoop:
     def evaluation(self, step: int) -> dict[str, Any] | None:
         """What an evaluation found, if it was made."""
         return next((row for row in self.store.metrics.rows("eval") if row["step"] == step), None)
+
+    async def evaluate_now(self) -> dict[str, Any] | None:
+        """Of the weights of the last step; None where nothing is held out."""
+        return await self.evaluate(self.frontier.step)
 
     async def evaluate(self, step: int) -> dict[str, Any] | None:
         """Once per step: a resumed run finds what is in the metrics already."""

@@ -166,6 +166,7 @@ class Pipeline:
         self._evaluating: asyncio.Task[None] | None = None
         self._after: dict[str, float] = {}  # seconds after the last report that training waited for, by part
         self._stop = asyncio.Event()
+        self.between: Callable[[], Coroutine[Any, Any, None]] | None = None
 
     async def run(self) -> dict[str, Any] | None:
         """Train up to the last step, and return the evaluation after it, if one is due. Raises what went wrong, or
@@ -209,6 +210,14 @@ class Pipeline:
         """What an evaluation found, if it was made."""
         return self.evaluations.found(step)
 
+    async def evaluate_now(self) -> dict[str, Any] | None:
+        """Of the weights of the last step; None where nothing is held out. Between two steps alone."""
+        if not self.config.eval.prompts:
+            return None
+        await self._settled()
+        await self._evaluated()
+        return await self.evaluations.at(self.frontier.step)
+
     async def save(self) -> None:
         """Checkpoint the frontier, once the disk has the journal of it. No update is made meanwhile."""
         frontier, state = self.frontier, self._state
@@ -241,7 +250,11 @@ class Pipeline:
             await self._settled()
 
     async def _train_loop(self, tasks: asyncio.TaskGroup, laps: reporting.Laps) -> None:
+        first = self.frontier.step + 1
         while (step := self.frontier.step + 1) <= self.last_step:
+            if step > first and self.between is not None:
+                with self.watch.waits("train", "whoever takes the steps", paused=True):
+                    await self.or_stop(self.between())
             began = now()
             with self.watch.waits("train", "a batch", self._what_is_missing):
                 slots = await self.or_stop(self.buffer.take())

@@ -33,19 +33,22 @@ class Watch:
         self._file = file
         self._waits: dict[int, tuple[str, str, Callable[[], str], float]] = {}
         self._numbers = itertools.count()
+        self._pauses = 0
         self._moved = time.monotonic()
         self._ended = threading.Event()
 
     @contextmanager
-    def waits(self, who: str, what: str, more: Callable[[], str] = str) -> Iterator[None]:
-        """`who` waits for `what`; `more` is asked for details if it takes too long."""
+    def waits(self, who: str, what: str, more: Callable[[], str] = str, *, paused: bool = False) -> Iterator[None]:
+        """`who` waits for `what`; `more` is asked for details if it takes too long. paused: it may take any time."""
         number = next(self._numbers)
+        self._pauses += paused
         self._moved = time.monotonic()
         self._waits[number] = (who, what, more, self._moved)
         try:
             yield
         finally:
             self._moved = time.monotonic()
+            self._pauses -= paused
             del self._waits[number]
 
     async def guard(self) -> None:
@@ -80,7 +83,7 @@ class Watch:
                 self._moved += slept - interval
             if (now := self._pulse()) != pulse:
                 pulse, self._moved = now, time.monotonic()
-            if time.monotonic() - self._moved > self.limit:
+            if time.monotonic() - self._moved > self.limit and not self._pauses:
                 break
         else:
             return

@@ -32,6 +32,7 @@ from kitae.store.run_folder import is_run
 from kitae.trainer.start_trainer import served_teacher
 from kitae.trainer.teacher.frozen_teacher import check_teacher
 from kitae.types import Prompt
+from kitae.verifiers.given_functions import check_given, is_given
 from kitae.verifiers.score_calls import check_params
 from kitae.verifiers.verifier_registry import resolve
 
@@ -96,7 +97,10 @@ def check_settings(config: Root, *, model: bool = True) -> None:
                 find_model(config.method.teacher.path, download=False)
             except ModelError as error:
                 raise ModelError(f"method.teacher: {error}") from None
-        if ":" not in config.verifier.name:  # a user's own file is loaded by a worker process, never here
+        check_given(config.verifier.name, config.verifier.params)
+        if is_given(config.verifier.name):
+            pass
+        elif ":" not in config.verifier.name:  # a user's own file is loaded by a worker process, never here
             check_params(resolve(config.verifier.name), config.verifier.params)
         elif not Path(config.verifier.name.rpartition(":")[0]).expanduser().is_file():
             raise ConfigError(

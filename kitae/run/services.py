@@ -17,13 +17,14 @@ from kitae.errors import VerifierError
 from kitae.evaluation.suites import own_suite
 from kitae.run.plan import Note, Plan, RLPlan, fetch_model
 from kitae.types import Prompt
-from kitae.verifiers.pool import VerifierPool, validate
+from kitae.verifiers.pool import VerifierPool, validate, validate_wrong
 from kitae.verifiers.remote_pool import HostedPool
 from kitae.workers.base import Cluster
 
 T = TypeVar("T")
 
 _GOLD_CHECKS = 16  # reference answers that the verifier is tried on
+_WRONG_CHECKS = 4  # wrong ones
 
 
 class RunServices:
@@ -96,6 +97,7 @@ class RunServices:
     async def _try(self, pool: VerifierPool, plan: RLPlan) -> None:
         if plan.config.verifier.check_gold:
             await self._check_gold(pool, [plan.prompts.at(i) for i in range(_GOLD_CHECKS)])
+            await self._check_wrong(pool, [plan.prompts.at(i) for i in range(_WRONG_CHECKS)])
 
     async def _check_gold(self, pool: VerifierPool, prompts: Sequence[Prompt]) -> None:
         """Reference answers must score 1, and references must be readable: anything else would teach nonsense."""
@@ -110,6 +112,20 @@ class RunServices:
         )
         if len(bad) == len(prompts):
             raise VerifierError(f"{message}. If references are no answers, set verifier.check_gold=false")
+        self.note(message)
+
+    async def _check_wrong(self, pool: VerifierPool, prompts: Sequence[Prompt]) -> None:
+        """Wrong answers must have scores, or a policy that is often wrong would learn nothing."""
+        bad = await validate_wrong(pool, prompts)
+        if not bad:
+            return
+        prompt, answer, score = bad[0]
+        message = (
+            f"{len(bad)} of {len(prompts)} wrong answers are not judged by this verifier (a wrong answer is a 0); the "
+            f"first: {prompt.id} with the answer {answer[:80]!r} → {score.detail}"
+        )
+        if len(bad) == len(prompts):
+            raise VerifierError(f"{message}. To train all the same, set verifier.check_gold=false")
         self.note(message)
 
     def _tell(self, text: str) -> None:

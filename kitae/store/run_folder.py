@@ -37,6 +37,7 @@ from kitae.store.time_limit import TimeLimit
 
 if TYPE_CHECKING:
     from kitae.config.root import Root
+    from kitae.store.config import RunConfig
 
 # What makes settings of files is imported where that is done: who only looks at runs, as the window's first page does,
 # would wait for it longer than for anything else.
@@ -126,20 +127,14 @@ class RunStore:
         self.metrics = Metrics(folder / "metrics.jsonl", folder / "metrics.seals")
 
     @staticmethod
-    def create(config: "Root") -> "RunStore":
-        """A new folder: the run's name and the first free number."""
-        parent = Path(config.run.dir)
-        for number in range(1, 100_000):
-            folder = parent / f"{config.run.name}-{number:03d}"
-            try:
-                folder.mkdir(parents=True)
-                write_whole(folder / "config.json", config.to_json())
-            except FileExistsError:
-                continue
-            except (OSError, StoreError) as error:
-                raise StoreError(f"cannot make the run folder {folder}: {error}") from error
-            return RunStore(folder, config)
-        raise StoreError(f"no free run number for {config.run.name!r} in {parent}")
+    def create(config: "Root", folder: Path | None = None) -> "RunStore":
+        """A run in a new folder, or in one that was `reserved` for it."""
+        folder = folder or reserve(config.run)
+        try:
+            write_whole(folder / "config.json", config.to_json())
+        except (OSError, StoreError) as error:
+            raise StoreError(f"cannot make the run folder {folder}: {error}") from error
+        return RunStore(folder, config)
 
     @staticmethod
     def open(folder: Path, overrides: Iterable[str] = (), *, anew: bool = False) -> "RunStore":
@@ -198,6 +193,32 @@ class RunStore:
     def close(self) -> None:
         self.journal.close()
         self._lock.close()
+
+
+def reserve(run: "RunConfig") -> Path:
+    """A new folder: the run's name and the first free number."""
+    parent = Path(run.dir)
+    for number in range(1, 100_000):
+        folder = parent / f"{run.name}-{number:03d}"
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise StoreError(f"cannot make the run folder {folder}: {error}") from error
+        return folder
+    raise StoreError(f"no free run number for {run.name!r} in {parent}")
+
+
+@contextmanager
+def reserved(run: "RunConfig") -> Iterator[Path]:
+    """A folder for a run that is to find its data there. It is removed again if no run came of it."""
+    folder = reserve(run)
+    try:
+        yield folder
+    finally:
+        if not is_run(folder):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 class Metrics:

@@ -2,7 +2,7 @@
 
 The template loads the verifier once; workers are forked from it (see `kitae.workers.templates.template`).
 
-    setup  {"name", "params"}       greeting  {"on_timeout", "repeatable", "grouped", "warnings"}
+    setup  {"name", "params", "held"}      greeting  {"on_timeout", "repeatable", "grouped", "warnings"}
     job    {"allowance", "responses", "reference", "contexts"}      answer  {"scores", "seconds", "spoilt"}
 
 The responses of a job answer one prompt. `seconds` is processor time. `allowance`, if given, is how much of it the
@@ -21,7 +21,8 @@ from typing import Any
 
 from kitae.errors import KitaeWarning, VerifierError
 from kitae.plugins import is_plugin
-from kitae.verifiers.base import Verifier, user_verifier
+from kitae.verifiers.base import Verifier, user_verifier, verifier_of
+from kitae.verifiers.given_functions import hold_files, is_given, load_given
 from kitae.verifiers.score_calls import call_scores, check_params, try_example
 from kitae.workers.interruptible_calls import CutShort, briefly, is_spoilt
 from kitae.workers.templates.template_main import Answer, serve
@@ -36,6 +37,7 @@ def main() -> None:
 def load(setup: Mapping[str, Any]) -> tuple[Mapping[str, Any], Answer]:
     """Load the verifier and test it with its example. Returns the facts for the pool, and the function for jobs."""
     params = setup["params"]
+    hold_files(setup["held"])
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", KitaeWarning)
         verifier = _named(setup["name"])
@@ -55,6 +57,8 @@ def load(setup: Mapping[str, Any]) -> tuple[Mapping[str, Any], Answer]:
 
 
 def _named(name: str) -> Verifier:
+    if is_given(name):
+        return verifier_of(name, load_given(name))
     if is_plugin(name):
         return user_verifier(name)
     from kitae.verifiers.verifier_registry import (

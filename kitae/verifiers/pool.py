@@ -35,6 +35,7 @@ from kitae.errors import StoreError, VerifierError
 from kitae.plugins import is_plugin
 from kitae.types import LazyText, Prompt, Score
 from kitae.verifiers.base import TimeoutMeaning
+from kitae.verifiers.given_functions import check_given, copies_for, given_name, is_given
 from kitae.verifiers.score_calls import as_score, check_params
 from kitae.verifiers.verifier_registry import VERIFIERS
 from kitae.workers.background_tasks import BackgroundTasks
@@ -142,6 +143,8 @@ class VerifierPool:
                     await self._waiting.companion.start()
             else:
                 _check_setup(self._setup)
+                check_given(self._setup["name"], self._params)
+                self._setup["held"] = copies_for(self._setup["name"], self._params)
                 await self._template.start()
                 for warning in self._template.greeting.warnings:
                     self._note(f"warning: {warning}")
@@ -364,7 +367,10 @@ class VerifierPool:
 
 
 def gold_of(verifier: str, prompt: Prompt) -> str | None:
-    """A response to the prompt that must score 1 under the verifier of that name, where one is known."""
+    """A response to the prompt that must score 1 under the verifier of that name, where one is known. A function that
+    was given from Python is a reward, which may give a right answer any number."""
+    if is_given(verifier):
+        return None
     found = VERIFIERS.get(verifier)
     if found is not None and not found.right_is_one:
         return None
@@ -381,10 +387,34 @@ async def validate(pool: VerifierPool, prompts: Iterable[Prompt]) -> list[tuple[
     """
 
     async def check(prompt: Prompt) -> tuple[Prompt, Score]:
-        return prompt, await pool.score(pool.gold(prompt) or "", prompt.reference, prompt.context)
+        return prompt, await pool.score(pool.gold(prompt) or _as_answer(prompt), prompt.reference, prompt.context)
 
     results = await asyncio.gather(*map(check, prompts))
     return [(p, score) for p, score in results if not score.valid or (pool.gold(p) is not None and score.value != 1)]
+
+
+async def validate_wrong(pool: VerifierPool, prompts: Sequence[Prompt]) -> list[tuple[Prompt, str, Score]]:
+    """Score the answer to another prompt; return prompts, answers and scores where that is an error.
+
+    A wrong answer is a 0 and never an error: a verifier that returns None, is not a number or does not end for what is
+    wrong would leave all wrong answers out of their groups.
+    """
+
+    async def check(prompt: Prompt) -> tuple[Prompt, str, Score]:
+        others = (p for p in prompts if p.reference != prompt.reference)
+        wrong = next((answer for p in others if (answer := pool.gold(p) or _as_answer(p))), _NO_ANSWER)
+        return prompt, wrong, await pool.score(wrong, prompt.reference, prompt.context)
+
+    results = await asyncio.gather(*map(check, prompts))
+    return [found for found in results if not found[2].valid]
+
+
+_NO_ANSWER = "I do not know."
+
+
+def _as_answer(prompt: Prompt) -> str:
+    """The reference, where it reads as an answer."""
+    return str(prompt.reference) if isinstance(prompt.reference, str | int | float) else ""
 
 
 def _check_setup(setup: Mapping[str, Any]) -> None:
@@ -433,8 +463,9 @@ class _Prints:
 
     def __init__(self, name: str, note: Callable[[str], None]) -> None:
         file, colon, function = name.rpartition(":")
-        self._name = f"{Path(file).name}{colon}{function}"
-        self._note = note if is_plugin(name) or name == "compose" else None
+        known = given_name(name)
+        self._name = known.label if known is not None else f"{Path(file).name}{colon}{function}"
+        self._note = note if is_plugin(name) or is_given(name) or name == "compose" else None
         self._left, self._since, self._silent = _LINES, monotonic(), 0
 
     def hear(self, text: bytes) -> None:

@@ -4,11 +4,13 @@ A response is a text, or says where a text lies (`kitae.store.columns`).
 """
 
 import socket
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from kitae.store.columns import Filed, StoredText, column_files
+from kitae.verifiers.given_functions import from_text, held
 from kitae.verifiers.pool import VerifierPool
 from kitae.workers.frames import Frame
 from kitae.workers.serve import Reply, Send, Served, serve
@@ -35,6 +37,8 @@ class VerifierWorker(Served):
 
         self.pool = VerifierPool(setup["name"], setup["params"], setup["workers"], setup["timeout"], note)
         self.concurrent = {"score": self._score}
+        self._copies = ExitStack()
+        self._copies.enter_context(held(from_text(setup["held"])))
 
     async def _score(self, frame: Frame) -> Reply:
         header = frame.header
@@ -44,6 +48,7 @@ class VerifierWorker(Served):
 
     async def close(self) -> None:
         await self.pool.close()
+        self._copies.close()
 
 
 def _response(wired: Any) -> str | StoredText:

@@ -20,6 +20,7 @@ from kitae.errors import VerifierError, WorkerLost
 from kitae.store.columns import StoredText
 from kitae.types import LazyText, Prompt, Score
 from kitae.verifiers.config import VerifierConfig
+from kitae.verifiers.given_functions import copies_in_text
 from kitae.verifiers.pool import PoolStats, gold_of
 from kitae.workers.base import Cluster, LaunchSpec
 from kitae.workers.connection import Deadlines, RemoteWorker
@@ -83,7 +84,10 @@ class HostedPool(WorkerPool[VerifierHost]):
         self.grouped = False
         self._stats = PoolStats()
         self._verifier = config.name
-        self._setup = config.model_dump(include={"name", "params", "workers", "timeout"})
+        self._setup = {
+            **config.model_dump(include={"name", "params", "workers", "timeout"}),
+            "held": copies_in_text(config.name, config.params),
+        }
         self._cluster = cluster
         self._limits = limits or Deadlines()
 

@@ -8,10 +8,11 @@ from typing import Any
 from kitae.errors import VerifierError
 from kitae.plugins import is_plugin, nearest
 from kitae.types import Score
-from kitae.verifiers.base import ScoredPair, Verifier, user_verifier
+from kitae.verifiers.base import ScoredPair, Verifier, user_verifier, verifier_of
 from kitae.verifiers.code.code_verifier import code
 from kitae.verifiers.code.executor import remote_code
 from kitae.verifiers.compose import Composition
+from kitae.verifiers.given_functions import is_given, load_given
 from kitae.verifiers.gym_scores import gym
 from kitae.verifiers.instructions.instruction_verifier import instructions
 from kitae.verifiers.judge import judge, reward_model
@@ -71,12 +72,14 @@ def _choice(letters: str = "ABCD", **_: Any) -> ScoredPair:
 
 
 def resolve(name: str) -> Verifier:
-    """The verifier called `name`: a key of `VERIFIERS`, or `path/to/file.py:function`.
+    """The verifier called `name`: a key of `VERIFIERS`, `path/to/file.py:function`, or a function given from Python.
 
     This executes the user's file, so call it only in a worker process of the pool or another process that may do so.
     """
     if name in VERIFIERS:
         return VERIFIERS[name]
+    if is_given(name):
+        return verifier_of(name, load_given(name))
     if not is_plugin(name):
         hint = nearest(name, VERIFIERS)
         raise VerifierError(f"a verifier is one of {', '.join(VERIFIERS)} or file.py:function, got {name!r}{hint}")

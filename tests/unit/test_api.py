@@ -22,9 +22,9 @@ pytestmark = pytest.mark.usefixtures("warm_verifiers")
 
 PAGE = Path(__file__).parents[2] / "docs" / "api.md"
 PROMISED = {
-    *("train", "resume", "evaluate", "sample", "sample_to_file", "load"),
+    *("train", "start", "resume", "evaluate", "sample", "sample_to_file", "load"),
     *("batched", "Engine", "Environment", "Observation", "ScoreFunction", "Trainer", "Method", "Observer"),
-    *("Prompt", "Message", "Rollout", "Group", "Score", "Result", "Evaluation", "Selection", "KitaeError"),
+    *("Prompt", "Message", "Rollout", "Group", "Score", "Result", "Step", "Evaluation", "Selection", "KitaeError"),
 }
 
 RECIPE: dict[str, Any] = {

@@ -12,7 +12,7 @@ MOST_IMPORTS = 22  # of one module
 
 FLOORS = (
     ("cli", "ui", "study"),
-    ("chains", "importers"),
+    ("chains", "importers", "scripting"),
     ("run",),
     ("offline", "rl", "evaluation"),
     ("envs", "serving", "trainer", "verifiers"),

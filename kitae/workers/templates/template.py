@@ -31,7 +31,14 @@ _START_LIMIT = 60.0  # seconds for the template to import what it needs
 _ANSWER_LIMIT = 60.0  # seconds for the template to fork a worker, or to see one end that was killed
 _MAX_REPLY = 2**24  # bytes
 _BOOT = "import sys; sys.path[:] = sys.argv[1:]; from {} import main; main()"  # our imports work there
-_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}  # a core each; repeatable
+IN_TEMPLATE = "KITAE_TEMPLATE"
+"""A variable that templates and their workers have: files of users are executed there."""
+_ENVIRONMENT = {
+    IN_TEMPLATE: "1",
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "PYTHONHASHSEED": "0",
+}  # a core each; repeatable
 
 
 class Template(Generic[GreetingT]):

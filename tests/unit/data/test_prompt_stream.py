@@ -114,16 +114,23 @@ class TestFiles:
     def test_ids_are_line_numbers_whatever_is_blank(self, tmp_path):
         path = tmp_path / "a.jsonl"
         path.write_text(
-            '\ufeff{"question": "caf\u00e9\\u2028", "answer": 1}\n\n  \n{"question": "q", "answer": null}', "utf-8"
+            '\ufeff{"question": "caf\u00e9\\u2028", "answer": 1}\n\n  \n{"question": "q", "answer": 2}', "utf-8"
         )
         stream = open_stream(DataConfig(path=str(path), shuffle=False), 0)
         assert [stream.at(i).id for i in range(2)] == ["a.jsonl:1", "a.jsonl:4"]
         assert stream.at(0).messages[0].content == "café\u2028"
 
-    @pytest.mark.parametrize("reference", ["1,234", 7, 0.5, True, None, ["a", 1], {"tests": ["x"]}])
+    @pytest.mark.parametrize("reference", ["1,234", 7, 0.5, True, ["a", 1], {"tests": ["x"]}])
     def test_references_are_kept_as_they_are(self, tmp_path, reference):
         path = write(tmp_path / "a.jsonl", [{"question": "q", "answer": reference}])
         assert open_stream(DataConfig(path=path), 0).at(0).reference == reference
+
+    def test_a_reference_that_is_null_is_refused_by_name(self, tmp_path):
+        path = write(tmp_path / "a.jsonl", [{"question": "q", "answer": "a"}, {"question": "q", "answer": None}])
+        with pytest.raises(DataError, match=r"a.jsonl:2: the reference answer is null, in the column 'answer'"):
+            open_stream(DataConfig(path=path), 0)
+        none = DataConfig(path=path, columns={"answer": ""})
+        assert open_stream(none, 0).at(0).reference is None
 
     def test_templates_take_any_text(self, tmp_path):
         path = write(tmp_path / "a.jsonl", [{"question": "f{x} {question}", "answer": ""}])
@@ -203,8 +210,18 @@ class TestHeldOut:
         ),
         ("a.jsonl", "[1, 2]\n", {}, "a.jsonl:1: a row must be a JSON object, got [1, 2]"),
         ("a.jsonl", b'{"question": "\xff"}\n', {}, "a.jsonl: 'utf-8' codec can't decode"),
-        ("a.jsonl", '\n{"q": "x", "a": 1}\n', {}, "a.jsonl:2: no key 'question'; the row has 'q', 'a'"),
-        ("a.jsonl", '{"question": "x", "a": 1}\n', {}, "a.jsonl:1: no key 'answer'; the row has 'question', 'a'"),
+        (
+            "a.jsonl",
+            '\n{"q": "x", "a": 1}\n',
+            {},
+            "a.jsonl:2: no column 'question', as data.columns.prompt has it; the row has 'q', 'a'",
+        ),
+        (
+            "a.jsonl",
+            '{"question": "x", "a": 1}\n',
+            {},
+            "a.jsonl:1: no column 'answer', as data.columns.answer has it; the row has 'question', 'a'",
+        ),
         ("a.jsonl", '{"question": 7, "answer": 1}\n', {}, "a question must be text or a list of messages, got 7"),
         ("a.jsonl", '{"question": [], "answer": 1}\n', {}, "a question must be text or a list of messages, got []"),
         ("a.jsonl", '{"question": ["x"], "answer": 1}\n', {}, "must have a role and a content, both text, got 'x'"),
@@ -255,13 +272,16 @@ def test_missing_files(tmp_path):
 
 def test_the_last_of_many_rows_is_checked_on_opening(tmp_path):
     path = write(tmp_path / "a.jsonl", [*numbered(500), {"question": "q"}])
-    with pytest.raises(DataError, match=r"a\.jsonl:501: no key 'answer'"):
+    with pytest.raises(DataError, match=r"a\.jsonl:501: no column 'answer', as data.columns.answer has it"):
         open_stream(DataConfig(path=path), 0)
 
 
 def test_a_parquet_file_without_the_column(tmp_path):
     path = write(tmp_path / "a.parquet", [{"problem": "p", "answer": "a"}])
-    with pytest.raises(DataError, match=r"a\.parquet:1: no key 'question'; the row has 'problem', 'answer'"):
+    with pytest.raises(
+        DataError,
+        match=r"a\.parquet:1: no column 'question', as data.columns.prompt has it; the row has 'problem', 'answer'",
+    ):
         open_stream(DataConfig(path=path), 0)
 
 

@@ -130,9 +130,9 @@ def test_mathematics_can_be_interrupted_anywhere(monkeypatch: pytest.MonkeyPatch
     lanes: list[int] = []
     attempt = VerifierPool._attempt
 
-    async def counted(self: VerifierPool, job: str, lane: int) -> Score | None:
+    async def counted(self: VerifierPool, job: str, lane: int, timeout: float) -> list[Score] | None:
         lanes.append(lane)
-        return await attempt(self, job, lane)
+        return await attempt(self, job, lane, timeout)
 
     monkeypatch.setattr(VerifierPool, "_attempt", counted)
 
