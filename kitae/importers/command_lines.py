@@ -10,6 +10,7 @@ from typing import Any
 from kitae.errors import ConfigError
 
 _VARIABLE = re.compile(r"\$\{?([A-Za-z_]\w*)(?::-([^}]*))?\}?")
+_ARRAY = re.compile(r"\w+=\(|\)|\$\{\w+\[@\]\}")  # where an array begins and ends, and where it is put in
 _ASSIGNED = re.compile(r"(?:export\s+)?([A-Za-z_]\w*)=([^\s#]*|\"[^\"]*\"|'[^']*')\s*(?:#.*)?\Z")
 
 
@@ -19,7 +20,7 @@ def split_command(text: str) -> list[str]:
     Variables that the script does not bind are those of the environment; what is neither stays as it is.
     """
     if text.endswith(".sh") and Path(text).is_file():
-        return [word for line in _commands(Path(text)) for word in line]
+        return [word for line in _commands(Path(text)) for word in (*line, "\n") if not _ARRAY.fullmatch(word)]
     try:
         return [word for word in shlex.split(text, comments=False) if word != "\n"]
     except ValueError as error:
@@ -29,8 +30,11 @@ def split_command(text: str) -> list[str]:
 def _commands(script: Path) -> list[list[str]]:
     known = dict(os.environ)
     found = []
-    for line in map(str.strip, script.read_text("utf-8").replace("\\\n", " ").splitlines()):
-        if (bound := _ASSIGNED.fullmatch(line)) is not None:
+    for written in script.read_text("utf-8").replace("\\\n", " ").splitlines():
+        line = written.strip()
+        if (
+            written[:1] != " " and (bound := _ASSIGNED.fullmatch(line)) is not None
+        ):  # not in a branch, as far as one sees
             known[bound[1]] = _filled(bound[2].strip("\"'"), known)
         elif line and not line.startswith("#"):
             try:
@@ -41,7 +45,12 @@ def _commands(script: Path) -> list[list[str]]:
 
 
 def _filled(text: str, known: Mapping[str, str]) -> str:
-    return _VARIABLE.sub(lambda m: known.get(m[1], m[2] if m[2] is not None else m[0]), text)
+    def value(found: re.Match[str]) -> str:
+        if found[1] in known:
+            return known[found[1]]
+        return found[0] if found[2] is None else _filled(found[2], known)
+
+    return _VARIABLE.sub(value, text)
 
 
 def parse_flags(words: Sequence[str]) -> dict[str, Any]:
@@ -53,7 +62,7 @@ def parse_flags(words: Sequence[str]) -> dict[str, Any]:
             key, equals, value = word[2:].partition("=")
             found[key] = parse_value(value) if equals else True
             key = None if equals else key
-        elif key is not None and word not in ("&", "&&", "|", ";"):
+        elif key is not None and word not in ("&", "&&", "|", ";", "\n"):
             value, before = parse_value(word), found[key]
             found[key] = value if before is True else [*(before if isinstance(before, list) else [before]), value]
         else:

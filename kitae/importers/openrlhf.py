@@ -58,6 +58,7 @@ RULES: dict[str, Rule] = {
     "train.enable_ema": No("no average of the weights is kept"), "train.ema_beta": Nothing("of train.enable_ema"),
     "data.prompt_dataset": Joint(), "data.prompt_split": Joint("train"), "data.prompt_probs": No("one file is read"),
     "data.input_key": Joint("input"), "data.label_key": Joint(), "data.apply_chat_template": Joint(False),
+    "data.prompt_max_len": Nothing("prompts may be as long as the model's context"),
     "data.input_template": Joint(), "data.max_samples": No("all rows of a file are read", (100000000,)),
     "eval.dataset": Joint(), "eval.split": Joint("train"), "eval.temperature": To("eval.temperature", 0.6),
     "eval.n_samples_per_prompt": To("eval.samples", 4), "eval.steps": To("eval.every", None, lambda n: max(0, n)),
@@ -79,6 +80,45 @@ _IDLE = ("ds.", "vllm.", "ref.", "reward.num_", "reward.offload", "actor.num_", 
          "actor.gradient_checkpointing_reentrant")  # fmt: skip
 
 
+_OF_RAY = ("address", "runtime-env-json", "working-dir", "no-wait")
+_FLAGS = """
+pretrain=actor.model_name_or_path reward_pretrain=reward.model_name_or_path remote_rm_url=reward.remote_url
+agent_func_path=train.agent_func_path prompt_data=data.prompt_dataset input_key=data.input_key
+label_key=data.label_key apply_chat_template=data.apply_chat_template generate_max_len=rollout.max_new_tokens
+prompt_split=data.prompt_split input_template=data.input_template max_samples=data.max_samples
+rollout_batch_size=rollout.batch_size n_samples_per_prompt=rollout.n_samples_per_prompt
+train_batch_size=train.batch_size max_epochs=train.max_epochs num_episodes=train.num_episodes seed=train.seed
+dynamic_filtering=algo.dynamic_filtering_enable dynamic_filtering_reward_range=algo.dynamic_filtering_range
+advantage_estimator=algo.advantage.estimator gamma=algo.advantage.gamma lambd=algo.advantage.lambd
+actor_learning_rate=actor.adam.lr critic_learning_rate=critic.adam.lr entropy_loss_coef=actor.entropy_coef
+init_kl_coef=algo.kl.init_coef use_kl_loss=algo.kl.use_loss kl_estimator=algo.kl.estimator kl_target=algo.kl.target
+kl_horizon=algo.kl.horizon eps_clip=actor.eps_clip dual_clip=actor.dual_clip
+eps_clip_low_high=actor.eps_clip_low_high policy_loss_type=actor.policy_loss_type value_clip=critic.value_clip
+enable_vllm_is_correction=algo.advantage.is_correction_enable adam_betas=actor.adam.betas l2=actor.adam.weight_decay
+vllm_is_correction_type=algo.advantage.is_correction_type max_norm=actor.max_norm temperature=rollout.temperature
+vllm_is_truncated_threshold=algo.advantage.is_correction_threshold top_p=rollout.top_p
+lr_scheduler=actor.lr_scheduler lr_warmup_ratio=actor.lr_warmup_ratio save_steps=ckpt.save_steps
+save_path=ckpt.output_dir eval_steps=eval.steps eval_dataset=eval.dataset
+gradient_checkpointing=actor.gradient_checkpointing_enable lora_rank=ds.lora.rank lora_alpha=ds.lora.alpha
+target_modules=ds.lora.target_modules param_dtype=ds.param_dtype use_tensorboard=logger.tensorboard_dir
+use_wandb=logger.wandb.key reward_clip_range=reward.clip_range overlong_buffer_len=reward.overlong_buffer_len
+overlong_penalty_factor=reward.overlong_penalty_factor stop_properly_penalty_coef=reward.stop_properly_penalty_coef
+async_train=train.async_enable prompt_max_len=data.prompt_max_len no_advantage_std_norm=algo.advantage.no_std_norm
+zero_stage=ds.zero_stage load_checkpoint=ckpt.load_enable ckpt_path=ckpt.path save_hf_ckpt=ckpt.save_hf
+max_ckpt_num=ckpt.max_num packing_samples=ds.packing_samples use_dynamic_batch=train.dynamic_batch_enable
+bf16=ds.bf16 train_max_tokens_per_gpu=train.max_tokens_per_gpu rollout_max_tokens_per_gpu=rollout.max_tokens_per_gpu
+micro_train_batch_size=train.micro_batch_size micro_rollout_batch_size=rollout.micro_batch_size
+colocate_all_models=train.colocate_all enforce_eager=vllm.enforce_eager logging_steps=logger.logging_steps
+actor_num_nodes=actor.num_nodes actor_num_gpus_per_node=actor.num_gpus_per_node ref_num_nodes=ref.num_nodes
+ref_num_gpus_per_node=ref.num_gpus_per_node vllm_num_engines=vllm.num_engines ring_attn_size=ds.ring_attn_size
+vllm_tensor_parallel_size=vllm.tensor_parallel_size vllm_gpu_memory_utilization=vllm.gpu_memory_utilization
+vllm_sync_backend=vllm.sync_backend ring_head_stride=ds.ring_attn_head_stride fsdp2_enable_sleep=ds.enable_sleep
+deepspeed_enable_sleep=ds.enable_sleep vllm_enable_sleep=vllm.enable_sleep flash_attn=ds.flash_attn
+"""
+_EARLIER = dict(pair.split("=") for pair in _FLAGS.split())
+"""Flags of versions before 0.11, which had no dots."""
+
+
 def read(source: str, overrides: Sequence[str], beside: Path) -> Translation:
     """From a command line in quotes, or a shell script that has one."""
     if overrides:
@@ -89,9 +129,8 @@ def read(source: str, overrides: Sequence[str], beside: Path) -> Translation:
         raise ConfigError(
             f"kitae import openrlhf reads train_ppo_ray, got {program}: see docs/coming-from.md for the others"
         )
-    given = parse_flags(
-        words[words.index(f"openrlhf.cli.{program}") + 1 :] if f"openrlhf.cli.{program}" in words else words
-    )
+    flags = parse_flags(words)
+    given = {_EARLIER.get(key, key): value for key, value in flags.items() if key not in _OF_RAY}
     if not given:
         raise ConfigError(f"a command line for OpenRLHF has flags, got {source!r}")
     return translate(given)

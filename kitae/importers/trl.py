@@ -51,7 +51,9 @@ _EVERY: Rules = {
     "adam_beta1": Joint(0.9), "adam_beta2": Joint(0.999),
     "per_device_train_batch_size": Joint(8), "gradient_accumulation_steps": Joint(1),
     "max_steps": Joint(-1), "num_train_epochs": Joint(3.0), "eval_strategy": Joint("no"), "eval_steps": Joint(),
-    "bf16": Joint(), "fp16": No("weights are bfloat16 or float32"), "dtype": Joint(), "model_init_kwargs": Joint(),
+    "bf16": Joint(),
+    "fp16": No("weights are bfloat16 or float32"),
+    "dtype": Joint(), "torch_dtype": Joint(), "model_init_kwargs": Joint(),
     "model": Joint(), "model_name_or_path": Joint(), "train_dataset": Joint(), "eval_dataset": Joint(),
     "dataset_name": Joint(), "dataset_config": Joint(), "dataset_train_split": Joint("train"),
     "dataset_test_split": Joint("test"), "use_peft": Joint(False), "lora_r": Joint(16), "lora_alpha": Joint(32),
@@ -106,8 +108,7 @@ _GENERATION: Rules = {
     "top_p": No(_SAMPLING, (None, 1, 1.0)), "top_k": No(_SAMPLING, (None, 0, -1)), "min_p": No(_SAMPLING, (None, 0)),
     "repetition_penalty": No(_SAMPLING, (None, 1, 1.0)), "generation_kwargs": No(_SAMPLING, (None, {})),
     "chat_template_kwargs": No("the template is rendered as it is", (None, {})),
-    "environment_factory": No("write the class with start, step and close: env.name = 'file.py:Class' "
-                              "(docs/agents.md)"),
+    "environment_factory": Joint(),
     "rollout_func": No("write an environment: env.name = 'file.py:Class' or 'command' (docs/agents.md)"),
     "reward_processing_classes": Nothing("a reward model comes with its tokenizer"),
     "max_prompt_length": No("prompts may be as long as the model's context"),
@@ -194,7 +195,8 @@ def read(source: str, overrides: Sequence[str], beside: Path) -> Translation:
             f"kitae import trl takes one script, file or command line (in quotes), got {overrides[0]!r} too"
         )
     words = split_command(source)
-    flags = parse_flags(words)
+    start = next((place for place, word in enumerate(words) if word.endswith(".py")), 0)
+    flags = parse_flags(words[start:])
     if isinstance(file := flags.pop("config", None), str):
         flags = {**read_yaml(Path(file)), **flags}
     scripts = [word for word in words if word.endswith(".py") and not word.startswith("-")]
@@ -245,25 +247,28 @@ def translate(trainer: str, given: Mapping[str, Any], files: Mapping[str, str]) 
 
 def _model(t: Translation) -> None:
     key = "model" if "model" in t.given else "model_name_or_path"
+    if "ref_model" in t.given and t.given["ref_model"] in (None, t[key]):
+        t.idle("ref_model", "the reference is the initial model")
     if isinstance(path := t[key], str):
         t.set("model.path", path, of=key)
     else:
         t.refuse(key, "only running the script would tell it; set model.path")
     init = t["model_init_kwargs"]
-    dtype = init.get("dtype", init.get("torch_dtype")) if isinstance(init, Mapping) else t["dtype"]
+    named = "torch_dtype" if "torch_dtype" in t.given else "dtype"
+    dtype = init.get("dtype", init.get("torch_dtype")) if isinstance(init, Mapping) else t[named]
     if "bf16" in t.given and isinstance(t["bf16"], bool):
         t.set("model.dtype", "bfloat16" if t["bf16"] else "float32", of="bf16")
     elif dtype in ("bfloat16", "float32"):
-        t.set("model.dtype", dtype, of="dtype" if "dtype" in t.given else "model_init_kwargs")
+        t.set("model.dtype", dtype, of=named if named in t.given else "model_init_kwargs")
     elif dtype not in (None, "auto"):
-        t.refuse("dtype" if "dtype" in t.given else "model_init_kwargs", "weights are bfloat16 or float32")
+        t.refuse(named if named in t.given else "model_init_kwargs", "weights are bfloat16 or float32")
     if t["use_cpu"]:
         t.set("model.device", "cpu", of="use_cpu")
     if t["use_peft"]:
         t.set("model.lora_rank", t["lora_r"], of="lora_r")
         t.set("model.lora_alpha", t["lora_alpha"], of="lora_alpha")
         if isinstance(modules := t["lora_target_modules"], list | tuple):
-            t.set("model.lora_targets", ",".join(modules), of="lora_target_modules")
+            t.set("model.lora_targets", ",".join(str(m).strip(",") for m in modules), of="lora_target_modules")
         elif isinstance(modules, str):
             t.set("model.lora_targets", modules, of="lora_target_modules")
         else:
@@ -559,8 +564,9 @@ def _sft(t: Translation) -> None:
         t.set("method.loss", loss, of="loss_type")
     if t["assistant_only_loss"]:
         t.set("data.train_on", "all", of="assistant_only_loss")
-    elif t["completion_only_loss"] is not False:
+    elif t["completion_only_loss"]:
         t.set("data.train_on", "completion", of="completion_only_loss")
+    elif t["completion_only_loss"] is None:
         t.note("TRL trains on every token of rows with messages unless assistant_only_loss is set; Kitae never on what "
                "the user says. Rows with prompt and completion are the same in both.")  # fmt: skip
     else:

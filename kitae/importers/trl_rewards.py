@@ -49,6 +49,12 @@ def set_rewards(t: Translation) -> None:
     if own:
         parts = [_own(t, own), *parts]
     _put(t, parts)
+    if not parts and t["environment_factory"]:
+        t.set("verifier.name", "none", of="environment_factory")
+    elif not parts:
+        t.set("verifier.name", "rewards.py:reward", of="reward_funcs")
+        t.set("verifier.style", "trl", of="reward_funcs")
+        t.refuse("reward_funcs", "no reward function can be read: write it, as it is, into rewards.py")
     if refused:
         t.refuse("reward_funcs", f"{', '.join(refused)}: write it as a function of a file, verifier.name = 'file.py:f'")
     _tools(t)
@@ -121,14 +127,16 @@ def _told(reward: Any) -> str:
 
 def _tools(t: Translation) -> None:
     """Functions as tools: the environment of tools, whose verifier still judges the last turn."""
-    tools = t["tools"]
+    factory = t["environment_factory"]
+    tools = [*(t["tools"] or []), *(factory if isinstance(factory, list) else [])]
     if not tools:
         return
+    of = "tools" if t["tools"] else "environment_factory"
     places = [tool.place for tool in tools if isinstance(tool, Reward) and tool.place]
     if len(places) < len(tools):
-        t.refuse("tools", "a tool must be a function of a file: env.params.tools = ['file.py:function']")
+        t.refuse(of, "a tool must be a function or class of a file: env.params.tools = ['file.py:function']")
     if places:
-        t.set("env.name", "tools", of="tools")
-        t.set("env.params.tools", places, of="tools")
+        t.set("env.name", "tools", of=of)
+        t.set("env.params.tools", places, of=of)
         if "max_tool_calling_iterations" not in t.given:
-            t.near("tools", "env.turns ends an episode after 8 turns; TRL has no limit of its own")
+            t.near(of, "env.turns ends an episode after 8 turns; TRL has no limit of its own")

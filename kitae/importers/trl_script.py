@@ -9,6 +9,7 @@ into a file of their own, since importing the script would train.
 
 import ast
 import operator
+import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -57,14 +58,16 @@ def read_script(path: Path, beside: Path, flags: Mapping[str, Any] | None = None
 class _Reader:
     def __init__(self, path: Path, tree: ast.Module, beside: Path, flags: Mapping[str, Any] | None) -> None:
         self.path, self.tree, self.flags = path, tree, flags
-        self.functions = {node.name: node for node in tree.body if isinstance(node, _Functions | ast.ClassDef)}
+        self.level = list(_level(tree.body))  # statements of the module's own names, those in blocks too
+        self.functions = {node.name: node for node in self.level if isinstance(node, _Functions | ast.ClassDef)}
+        self.importable = {node.name for node in tree.body if isinstance(node, _Functions | ast.ClassDef)}
         self.imported: dict[str, tuple[str, str]] = {}
         self.bound: dict[str, list[tuple[int, ast.expr]]] = {}
+        self.assigned: dict[str, dict[str, ast.expr]] = {}  # attributes that are set on a name: args.beta = 0.04
         for node in ast.walk(tree):
             self._note(node)
-        self.copy = (
-            beside.with_name(f"{beside.stem.replace('-', '_')}_functions.py") if self._works_on_import() else None
-        )
+        self.copy = beside.with_name(f"{beside.stem.replace('-', '_')}_functions.py")
+        self.works = self._works_on_import()
         self.copied: list[str] = []
         self.readers: list[str] = []
 
@@ -76,6 +79,13 @@ class _Reader:
             for target in node.targets:
                 if isinstance(target, ast.Name):
                     self.bound.setdefault(target.id, []).append((node.lineno, node.value))
+                elif isinstance(target, ast.Attribute) and isinstance(target.value, ast.Name):
+                    self.assigned.setdefault(target.value.id, {})[target.attr] = node.value
+                elif isinstance(target, ast.Tuple):
+                    for place, name in enumerate(target.elts):
+                        part = ast.copy_location(ast.Subscript(node.value, ast.Constant(place), ast.Load()), node)
+                        if isinstance(name, ast.Name):
+                            self.bound.setdefault(name.id, []).append((node.lineno, part))
         elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.value is not None:
             self.bound.setdefault(node.target.id, []).append((node.lineno, node.value))
 
@@ -112,24 +122,29 @@ class _Reader:
                 given["model"] = self._model(node)
             elif key not in ("model", "train_dataset", "eval_dataset"):
                 given[key] = self.value(node)
-        files = {str(self.copy): self._copied_text()} if self.copy and (self.copied or self.readers) else {}
+        files = {str(self.copy): self._copied_text()} if self.copied or self.readers else {}
         return Script(trainer, given, files)
 
     def _settings(self, node: ast.expr) -> dict[str, Any]:
         found = self._resolved(node)
+        later = self.assigned.get(node.id, {}) if isinstance(node, ast.Name) else {}
+        own = {key: self.value(value) for key, value in later.items()}
         if not isinstance(found, ast.Call) and self.flags is not None:
-            return dict(self.flags)
+            return {**self.flags, **{key: value for key, value in own.items() if not isinstance(value, Unread)}}
         if not isinstance(found, ast.Call):
             raise ConfigError(
                 f"{self.path}:{node.lineno}: the trainer's args must be a config that the script makes, got "
                 f"{ast.unparse(node)}; a script that parses its arguments is imported from its command line: "
                 'kitae import trl "script.py --learning_rate 1e-5 …"'
             )
-        return {key.arg or "**": self.value(key.value) for key in found.keywords} | dict(self.flags or {})
+        made = {key.arg or "**": self.value(key.value) for key in found.keywords}
+        if found.args:
+            made["output_dir"] = self.value(found.args[0])
+        return made | own | dict(self.flags or {})
 
     def _adapters(self, node: ast.expr) -> dict[str, Any]:
         found = self._resolved(node)
-        if not isinstance(found, ast.Call):
+        if not isinstance(found, ast.Call) or not _name(found.func).endswith("Config"):
             return {} if self.flags is not None or self.value(node) is None else {"use_peft": Unread(ast.unparse(node))}
         names = {"r": "lora_r", "target_modules": "lora_target_modules", "modules_to_save": "lora_modules_to_save"}
         given = {names.get(str(k.arg), str(k.arg)): self.value(k.value) for k in found.keywords}
@@ -167,6 +182,14 @@ class _Reader:
                 return {str(self.value(k)): self.value(v) for k, v in pairs if k is not None}
             case ast.Attribute(value=ast.Name(id="torch"), attr=name):
                 return name
+            case ast.Attribute(value=ast.Name(id=owner), attr=name) if (
+                owner.endswith("args") and self.flags is not None
+            ):
+                return self.flags.get(name)
+            case ast.BoolOp(op=ast.Or()):
+                return next((x for side in node.values if (x := self.value(side))), None)
+            case ast.IfExp() if not isinstance(test := self.value(node.test), Unread):
+                return self.value(node.body if test else node.orelse)
         try:
             return ast.literal_eval(_folded(node))
         except (ValueError, TypeError, SyntaxError, ZeroDivisionError):
@@ -208,7 +231,8 @@ class _Reader:
         found = self._resolved(node)
         while not (isinstance(found, ast.Call) and _name(found.func) in ("load_dataset", "from_json", "from_parquet")):
             if isinstance(found, ast.Subscript):
-                split, found = str(self.value(found.slice)), self._resolved(found.value)
+                place = self.value(found.slice)
+                split, found = str(place) if isinstance(place, str) else f"#{place}", self._resolved(found.value)
             elif isinstance(found, ast.Call) and isinstance(found.func, ast.Attribute):
                 if (name := found.func.attr) == "map" and (function := self._mapped(found)):
                     maps.append(function)
@@ -233,7 +257,11 @@ class _Reader:
         name = files or path
         if not isinstance(name, str) or isinstance(config, Unread):
             return Unread(ast.unparse(call))
-        wanted = split or named.get("split") or "train"
+        wanted = named.get("split") or "train"
+        if split.startswith("#") and isinstance(wanted, list):
+            wanted = wanted[int(split[1:])]
+        elif split and not split.startswith("#"):
+            wanted = split
         return DataSource(name, str(config or ""), str(wanted), changes, reader)
 
     def _mapped(self, call: ast.Call) -> str:
@@ -248,11 +276,9 @@ class _Reader:
 
     def _reader(self, maps: list[str], trainer: str) -> str:
         """A function that does to one row what the maps do, in the file of copied functions."""
-        if self.copy is None:
-            return ""
         for function in maps:
             if not function.startswith("("):
-                self._place(function)
+                self.copied.append(function)
         lines = [
             "def read_row(row):",
             '    """A row of the data set, as the script makes it."""',
@@ -271,7 +297,7 @@ class _Reader:
     # Copies.
 
     def _place(self, name: str) -> str:
-        if self.copy is None:
+        if name in self.importable and not self.works:
             return f"{self.path}:{name}"
         if name not in self.copied:
             self.copied.append(name)
@@ -288,17 +314,28 @@ class _Reader:
                     wanted.add(id(node))
                     todo += _names(node)
         lines = self.path.read_text("utf-8").splitlines()
-        parts = ["\n".join(lines[_first(node) - 1 : node.end_lineno]) for node in self.tree.body if id(node) in wanted]
+        chosen = [node for node in self.level if id(node) in wanted]
+        parts = [textwrap.dedent("\n".join(lines[_first(node) - 1 : node.end_lineno])) for node in chosen]
         head = f"# Functions of {self.path.name}, which trains when it is imported: copied by kitae import."
         return "\n\n".join([head, *parts, *self.readers]) + "\n"
 
     def _top(self) -> dict[str, list[ast.stmt]]:
         """The statements of the top level by the names that they bind."""
         found: dict[str, list[ast.stmt]] = {}
-        for node in self.tree.body:
+        for node in self.level:
             for name in _binds(node):
                 found.setdefault(name, []).append(node)
         return found
+
+
+def _level(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """The statements that run when a module is executed, those in its ifs, withs and tries too."""
+    for node in body:
+        if isinstance(node, ast.If | ast.With | ast.Try):
+            inner = [*node.body, *getattr(node, "orelse", ())]
+            yield from _level(inner)
+        else:
+            yield node
 
 
 def _first(node: ast.stmt) -> int:

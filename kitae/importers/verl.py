@@ -4,6 +4,7 @@ What is not given is the default of verl's ppo_trainer: GAE with a critic, mean 
 in a mini-batch, thirty epochs. Batches count prompts.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from math import ceil
 from pathlib import Path
@@ -146,11 +147,15 @@ _KNOWN_IDLE = all_of(
     "val_batch_size gen_batch_size num_workers hf_config_path tokenizer_path return_raw_input_ids "
     "return_full_prompt return_multi_modal_inputs validation_shuffle trust_remote_code format hybrid_engine "
     "nccl_timeout grad_clip rollout_n forward_micro_batch_size_per_gpu forward_max_token_len_per_gpu "
-    "max_parallel_calls tool_response_truncate_side use_inference_chat_template "
+    "use_legacy_worker_impl enable max_parallel_calls tool_response_truncate_side use_inference_chat_template "
     "tokenization_sanity_check_mode",
     Nothing("where, how fast, or with how much memory"),
 )
+_KEY = re.compile(r"[A-Za-z_][\w.@/]*")
 _DEEP = (
+    "deepspeed",
+    "deepspeed_config",
+    "override_config",
     "fsdp_config",
     "megatron",
     "checkpoint",
@@ -182,7 +187,7 @@ def read(source: str, overrides: Sequence[str], beside: Path) -> Translation:
         words = split_command(source)
     for word in (*words, *overrides):
         key, equals, value = word.lstrip("+~").partition("=")
-        if equals and "." in key and not key.startswith("-") and key.replace(".", "").replace("_", "").isalnum():
+        if equals and _KEY.fullmatch(key) and ("." in key or key.islower()):
             given[key] = parse_value(value)
         elif word in overrides:
             raise ConfigError(f"an override of verl has the form key=value, got {word!r}")
@@ -192,13 +197,14 @@ def read(source: str, overrides: Sequence[str], beside: Path) -> Translation:
 
 
 def _is_default(value: Any) -> bool:
-    """Of a composed file: references to other keys, marks of classes, and what must be given."""
-    return isinstance(value, str) and value.startswith(("${", "???", "verl."))
+    """Of a composed file: references to other keys, and what must be given."""
+    return isinstance(value, str) and value.startswith(("${", "???"))
 
 
 def translate(given: Mapping[str, Any]) -> Translation:
     rules: dict[str, Rule] = {**RULES, **{key: Nothing("where, how fast, or with how much memory") for key in given
                                           if key not in RULES and _is_idle(key)}}  # fmt: skip
+    rules |= {key: Joint() for key in given if "reward_kwargs." in key and key not in rules}
     t = Translation("verl", rules, {k: v for k, v in given.items() if not k.endswith("_target_")})
     t.simple()
     if t[f"{_M}.lora_rank"]:
@@ -290,16 +296,17 @@ def _rewards(t: Translation) -> None:
     if path:
         t.set("verifier.name", f"{path}:{name}", of=of)
         t.set("verifier.style", "verl", of=of)
-        arguments = {
-            k.rpartition(".")[2]: v for k, v in t.given.items() if "custom_reward_function.reward_kwargs." in k
-        }
-        if arguments:
-            t.set("verifier.params.arguments", arguments, of=of)
+        if arguments := {key.rpartition(".")[2]: t[key] for key in _arguments(t)}:
+            t.set("verifier.params.arguments", arguments, of=_arguments(t)[0])
     elif model := t["reward.reward_model.model_path"] or t["reward_model.model.path"]:
         t.set("verifier.name", "reward_model", of="reward.reward_model.enable")
         t.set("verifier.params.model", model, of="reward.reward_model.enable")
     else:
         t.set("verifier.name", "verl", of="reward.custom_reward_function.path")
+        for argument in _arguments(t):
+            t.refuse(
+                argument, "the usual score has no arguments: write a compute_score, or use a verifier (kitae verifiers)"
+            )
     t.set("verifier.check_gold", False, of=of)
     manager = t["reward_model.reward_manager"] or t["reward.reward_manager.name"]
     if manager not in ("naive", "dapo", "batch", "prime", "gdpo"):
@@ -311,13 +318,19 @@ def _rewards(t: Translation) -> None:
         t.set("algorithm.shaping.overlong_buffer", t[buffer], of=buffer)
 
 
+def _arguments(t: Translation) -> list[str]:
+    """The keys that verl hands to the score function."""
+    return [key for key in t.given if "reward_kwargs." in key and "overlong_buffer_cfg" not in key]
+
+
 def _tools(t: Translation) -> None:
     if not t[f"{_R}.multi_turn.enable"]:
         return
     path = t[f"{_R}.multi_turn.function_tool_path"] or t["data.function_tool_path"]
     if path:
         t.set("env.name", "tools", of=f"{_R}.multi_turn.enable")
-        t.set("env.params.tools", [path], of=f"{_R}.multi_turn.function_tool_path")
+        t.set("env.params.tools", [f"{path}:function"], of=f"{_R}.multi_turn.function_tool_path")
+        t.near(f"{_R}.multi_turn.function_tool_path", "name each function of the file, without verl's decorator")
         length = f"{_R}.multi_turn.max_tool_response_length"
         t.set("env.params.output", max(50, t[length]), of=length)
     else:

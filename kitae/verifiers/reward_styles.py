@@ -44,7 +44,7 @@ def prepare_trl(params: Mapping[str, Any]) -> Verifier:
     functions = {name.rpartition(":")[2]: _loaded(name) for name in names}
     if len(functions) < len(names):
         raise VerifierError(f"functions of 'trl' must have names of their own, got {', '.join(names)}")
-    return _verifier("trl", partial(_trl, functions, weights, str(params.get("tokenizer") or "")))
+    return _verifier("trl", partial(_trl, functions, weights, _tokenizer(params)))
 
 
 def prepare_verl(params: Mapping[str, Any]) -> Verifier:
@@ -55,7 +55,7 @@ def prepare_verl(params: Mapping[str, Any]) -> Verifier:
 def prepare_openrlhf(params: Mapping[str, Any]) -> Verifier:
     name = str(params["function"])
     function = partial(_posted, name) if name.startswith("http") else _loaded(name)
-    return _verifier("openrlhf", partial(_openrlhf, function, str(params.get("tokenizer") or "")))
+    return _verifier("openrlhf", partial(_openrlhf, function, _tokenizer(params)))
 
 
 def trl(response: str, reference: Any, context: Any, *, function: Any, weights: Any = None, tokenizer: str = "") -> Any:
@@ -71,6 +71,14 @@ def verl(response: str, reference: Any, context: Any, *, function: str = "", arg
 def openrlhf(response: str, reference: Any, context: Any, *, function: str, tokenizer: str = "") -> Any:
     """What a reward_func written for OpenRLHF says, of a file or of a server."""
     raise AssertionError("prepare makes the verifier")
+
+
+def _tokenizer(params: Mapping[str, Any]) -> str:
+    """The model whose tokens are meant; it is loaded here, before workers are forked."""
+    name = str(params.get("tokenizer") or "")
+    if name:
+        _encoder(name)
+    return name
 
 
 def _verifier(name: str, answers: Answers) -> Verifier:

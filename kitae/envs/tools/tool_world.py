@@ -1,10 +1,11 @@
 """The environment `tools`: a question of the data, and tools to answer it with."""
 
 import asyncio
+import inspect
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Self
 
 from pydantic import Field, JsonValue, model_validator
 
@@ -12,15 +13,17 @@ from kitae.data.messages import read_messages
 from kitae.envs.config import read_params
 from kitae.envs.tools.base import EpisodeTool, ToolEpisode
 from kitae.envs.tools.calculator import Calculator
+from kitae.envs.tools.own_tools import OwnEpisode, OwnTool, load_tool, methods_of
 from kitae.envs.tools.python import Python, python_processes
 from kitae.envs.tools.search import Index, Search
 from kitae.errors import ConfigError, DataError
+from kitae.plugins import is_plugin, nearest
 from kitae.sandbox.sandbox_jobs import Limits
 from kitae.sandbox.session import SandboxChoice
 from kitae.section import Section
 from kitae.types import Message, Prompt
 
-ToolName = Literal["python", "calculator", "search"]
+TOOLS = ("python", "calculator", "search")
 
 
 class PythonParams(Section):
@@ -42,7 +45,9 @@ class SearchParams(Section):
 class ToolsParams(Section):
     """Params of the environment `tools`."""
 
-    tools: tuple[ToolName, ...] = Field(min_length=1, description="Which tools there are: python, calculator, search.")
+    tools: tuple[str, ...] = Field(
+        min_length=1, description="Which tools there are: python, calculator, search, or your own: file.py:function."
+    )
     output: int = Field(2000, ge=50, description="Characters of an answer of a tool, at most; the middle is cut.")
     examples: tuple[dict[str, JsonValue], ...] = Field(
         (), description="Messages to show before each prompt, calls and their results included, as in OpenAI's API."
@@ -52,6 +57,9 @@ class ToolsParams(Section):
 
     @model_validator(mode="after")
     def _complete(self) -> Self:
+        for name in self.tools:
+            if name not in TOOLS and not is_plugin(name):
+                raise ValueError(f"a tool is one of {', '.join(TOOLS)}, or file.py:function{nearest(name, TOOLS)}")
         if len(set(self.tools)) < len(self.tools):
             raise ValueError("tools must name each tool once")
         if "search" in self.tools and self.search is None:
@@ -72,6 +80,7 @@ class Tools:
         self._examples = _messages(self._params.examples)
         python = self._params.python
         limits = Limits(time_limit=python.time_limit, memory_mb=python.memory_mb, output_mb=1)
+        self._own = {name: load_tool(name) for name in self._params.tools if name not in TOOLS}
         self._consoles = python_processes(python.sandbox, python.packages, limits)
         self._index: Index | None = None
         self._open = AsyncExitStack()
@@ -87,10 +96,19 @@ class Tools:
         await self._open.aclose()
 
     def make(self, prompt: Prompt) -> ToolEpisode:
-        tools = [self._tool(name) for name in self._params.tools]
+        tools, instances = list[EpisodeTool](), list[Any]()
+        for name in self._params.tools:
+            own = self._own.get(name)
+            if inspect.isclass(own):
+                instances.append(own())
+                tools += [OwnTool(getattr(instances[-1], method)) for method in methods_of(own)]
+            else:
+                tools.append(self._tool(name) if own is None else OwnTool(own))
+        if instances:
+            return OwnEpisode(prompt, tools, self._params.output, self._examples, instances)
         return ToolEpisode(prompt, tools, self._params.output, self._examples)
 
-    def _tool(self, name: ToolName) -> EpisodeTool:
+    def _tool(self, name: str) -> EpisodeTool:
         if name == "python":
             return Python(self._consoles.create(), self._params.python.time_limit)
         if name == "search":

@@ -4,7 +4,7 @@ DATA=.
 python3 -m verl.trainer.main_ppo \
     algorithm.adv_estimator=grpo \
     data.train_files=$DATA/verl.parquet \
-    data.val_files=$DATA/verl.parquet \
+    data.val_files=$DATA/held_out.parquet \
     data.train_batch_size=4 \
     data.max_prompt_length=256 \
     data.max_response_length=16 \

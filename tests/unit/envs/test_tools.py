@@ -216,7 +216,7 @@ def _lives(pid):
     [
         ({}, "env.params.tools: the environment 'tools' needs it"),
         ({"tools": []}, "env.params.tools"),
-        ({"tools": ["browser"]}, "'python', 'calculator' or 'search'"),
+        ({"tools": ["browser"]}, "a tool is one of python, calculator, search, or file.py:function"),
         ({"tools": ["calculator", "calculator"]}, "each tool once"),
         ({"tools": ["search"]}, "needs search.path"),
         ({"tools": ["calculator"], "toolz": 1}, "no such parameter; did you mean 'tools'"),

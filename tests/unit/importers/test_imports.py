@@ -115,7 +115,7 @@ def test_batches_of_trl_count_sequences() -> None:
         ({"importance_sampling_level": "sequence"}, "epsilon"),
         ({"loss_type": "cispo"}, "epsilon_high"),
         ({"delta": 1.1}, "delta"),
-        ({"environment_factory": [Reward("World", place="w.py:World")]}, "environment_factory"),
+        ({"rollout_func": [Reward("roll", place="w.py:roll")]}, "rollout_func"),
         ({"fp16": True}, "fp16"),
         ({"beta": 0.1, "importance_sampling_level": "sequence", "epsilon": 3e-4}, "use_bias_correction_kl"),
         ({"lr_scheduler_type": "polynomial"}, "lr_scheduler_type"),
@@ -187,6 +187,39 @@ def test_own_rewards_of_trl(tmp_path: Path) -> None:
     ] == "refused"  # fmt: skip
 
 
+def test_tools_and_environments_of_trl() -> None:
+    t = grpo(tools=[Reward("weather", place="t.py:weather")], reward_funcs=[Reward("f", place="t.py:f")])
+    assert at(t, "env.name") == "tools" and at(t, "env.params.tools") == ["t.py:weather"]
+    t = grpo(environment_factory=[Reward("World", place="w.py:World")])
+    assert at(t, "env.params.tools") == ["w.py:World"] and at(t, "verifier.name") == "none", "the class gives rewards"
+
+
+def test_functions_inside_a_main_are_copied(tmp_path: Path) -> None:
+    """As in TRL's own examples: settings from a command line, rows mapped and rewards defined below the main guard."""
+    script = tmp_path / "gspo.py"
+    script.write_text(
+        "from datasets import load_dataset\nfrom trl import GRPOConfig, GRPOTrainer, TrlParser\n"
+        "if __name__ == '__main__':\n"
+        "    args, training_args, model_args = TrlParser((GRPOConfig,)).parse_args_and_config()\n"
+        "    train, test = load_dataset('AI/Math', split=['train[:5%]', 'test'])\n"
+        "    SYSTEM = 'Think.'\n"
+        "    def ask(row):\n        return {'prompt': [{'role': 'system', 'content': SYSTEM}]}\n"
+        "    def right(completions, solution, **kwargs):\n        return [1.0 for _ in completions]\n"
+        "    train = train.map(ask)\n"
+        "    training_args.scale_rewards = 'none'\n"
+        "    trainer = GRPOTrainer(model_args.model_name_or_path or 'base', args=training_args, reward_funcs=right,\n"
+        "                          train_dataset=train, eval_dataset=test, peft_config=get_peft_config(model_args))\n"
+    )
+    t = trl.read(f"accelerate launch --config_file zero3.yaml {script} --model_name_or_path tiny --max_steps 2 "
+                 '--lora_target_modules "q_proj", "v_proj" --use_peft', [], tmp_path / "run.toml")  # fmt: skip
+    (text,) = t.files.values()
+    assert "SYSTEM = 'Think.'" in text and text.count("def ") == 3, "two functions and the reader of rows"
+    assert at(t, "model.path") == "tiny" and at(t, "model.lora_targets") == "q_proj,v_proj"
+    assert at(t, "data.hub") == "AI/Math" and outcomes(t)["train_dataset"] == "near", "a slice of a split is said"
+    assert at(t, "algorithm.advantage") == "group-centred", "attributes that are set later count"
+    assert "config_file" not in t.given, "of accelerate"
+
+
 # verl.
 
 
@@ -255,6 +288,15 @@ def test_words_and_flags() -> None:
     }  # fmt: skip
     with pytest.raises(ConfigError, match="must be one for a shell"):
         split_command("run 'half")
+
+
+def test_arrays_and_branches_of_shell_scripts(tmp_path: Path) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text(
+        'N=${N:-4}\nDIR=${DIR:-$N/x}\ncase "$D" in\n  npu)\n    N=99\n    ;;\nesac\nARGS=(\n  --n ${N}\n  # --m 3\n'
+        "  --dir $DIR\n)\nray job submit -- python -m x ${ARGS[@]} --last\n"
+    )
+    assert parse_flags(split_command(str(script))) == {"n": 4, "dir": "4/x", "last": True}
 
 
 def test_variables_of_shell_scripts(tmp_path: Path) -> None:
