@@ -1,6 +1,6 @@
 """Damage to a run that was killed: it is harmless, it is mended, or it is named; never used in silence.
 
-    PYTHONPATH=tests python tests/integration/damage.py [--trials 1000] [--first 0] [--seconds S]
+    PYTHONPATH=tests python tests/integration/damage.py [--trials 1000] [--first 0] [--seconds S] [--folder DIR]
 
 Small runs of different kinds (`KINDS`) are killed, and trained to their ends too, when the first trial asks for them. A
 trial copies a killed run and its model, damages one file (`DAMAGES`), and resumes it in a forked process, which has all
@@ -147,12 +147,13 @@ class Made:
         """Those that a run of this kind leads to; the first to ask waits until the runs are made."""
         if kind not in self._weights:
             for name, seed, killed_at in (("whole", 1, 0), ("killed", 1, 4), ("twin", 2, 4)):
+                if self.folder(kind, name).exists():
+                    continue
                 self.place.mkdir()
                 code = _in_child(_make, kind, str(self.place), seed, killed_at)
                 assert code == (9 if killed_at else 0), (kind, name, code)
-                if name == "whole":
-                    self._weights[kind] = _weights(self.place / "toy-001")
                 self.place.rename(self.folder(kind, name))
+            self._weights[kind] = _weights(self.folder(kind, "whole") / "toy-001")
         return self._weights[kind]
 
     def folder(self, kind: str, name: str) -> Path:
@@ -160,8 +161,11 @@ class Made:
 
 
 @cache
-def made() -> Made:
-    return Made(Path(tempfile.mkdtemp(prefix="kitae-trial-")))
+def made(home: Path | None = None) -> Made:
+    """In a folder of its own, unless told where runs are kept for later trials."""
+    if home is not None:
+        shutil.rmtree(home / "here", ignore_errors=True)  # of trials that were ended
+    return Made(home or Path(tempfile.mkdtemp(prefix="kitae-trial-")))
 
 
 def _weights(run: Path) -> dict[str, torch.Tensor]:
@@ -186,14 +190,15 @@ def _resume(run: str, arguments: list[str], output: str) -> None:
 
 
 class Trial:
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, home: Path | None = None) -> None:
+        self.made = made(home)
         self.rng = random.Random(f"damage {seed}")
         self.seed, self.kind = seed, list(KINDS)[seed % len(KINDS)]
 
     def __call__(self) -> str:
         """How it ended; raises `AssertionError` on what must not be."""
-        self.expected = made().weights(self.kind)
-        self.place = shutil.copytree(made().folder(self.kind, "killed"), made().place)
+        self.expected = self.made.weights(self.kind)
+        self.place = shutil.copytree(self.made.folder(self.kind, "killed"), self.made.place)
         try:
             self.what = self._damage()
             return self._judge()
@@ -216,7 +221,7 @@ class Trial:
         elif how == "zero":
             content[at : at + 512] = bytes(len(content[at : at + 512]))
         elif how == "exchange":
-            twin = made().folder(self.kind, "twin") / path.relative_to(self.place)
+            twin = self.made.folder(self.kind, "twin") / path.relative_to(self.place)
             content = bytearray(twin.read_bytes()) if twin.exists() else content
         path.write_bytes(content)
         if how == "delete":
@@ -262,6 +267,7 @@ def main() -> None:
     parser.add_argument("--trials", type=int, default=1000)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="start no trial after so long")
+    parser.add_argument("--folder", type=Path, help="where the runs are, or are made and stay")
     arguments = parser.parse_args()
     found: Counter[str] = Counter()
     ends = time.monotonic() + arguments.seconds
@@ -270,13 +276,14 @@ def main() -> None:
             if time.monotonic() > ends:
                 break
             try:
-                ended = Trial(seed)()
+                ended = Trial(seed, arguments.folder)()
             except AssertionError as error:
                 ended = "FAILED"
                 print(error, file=sys.stderr, flush=True)
             found[ended] += 1
     finally:
-        shutil.rmtree(made().home)
+        if arguments.folder is None:
+            shutil.rmtree(made().home)
     print(
         f"{found.total()} trials from seed {arguments.first}: {', '.join(f'{n} x {k}' for k, n in found.most_common())}"
     )
