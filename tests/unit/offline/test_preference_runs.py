@@ -61,7 +61,7 @@ def test_what_is_preferred_wins(kind: str, make: Callable[..., StageConfig]) -> 
     assert result.after["avg"] == 1.0 > result.before["avg"]
 
 
-@pytest.mark.thorough(keep=1)
+@pytest.mark.thorough  # `test_loop` has one for all methods
 @pytest.mark.parametrize("lora", [0, 4])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_that_was_killed_goes_on_as_if_nothing_had_happened(

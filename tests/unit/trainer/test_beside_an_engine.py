@@ -98,7 +98,7 @@ def test_an_engine_changes_no_bit(
     assert numbers(loaded(architecture, **settings), WHEN[2]) == expected
 
 
-@pytest.mark.thorough(keep=1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("when", WHEN[:2])
 @pytest.mark.parametrize(
     ("architecture", "settings"),

@@ -781,7 +781,7 @@ JSON = st.recursive(
 ARGUMENTS = sorted({name for _, kwargs, *_ in CASES for name in kwargs})
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.sampled_from(sorted(KINDS)), st.dictionaries(st.sampled_from(ARGUMENTS), JSON, max_size=5) | JSON)
 def test_never_raises_on_any_arguments(id: str, kwargs: Any) -> None:
     reference = {"instructions": [{"id": id, "kwargs": kwargs}]}

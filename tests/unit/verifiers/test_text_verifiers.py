@@ -627,11 +627,11 @@ def test_every_decimal_is_read_back(value: Any, form: str) -> None:
 )
 def test_time_is_linear_in_the_response(unit: str) -> None:
     start = time.process_time()
-    number(unit * (200_000 // len(unit)), 1, {})
-    number("5" + unit * (200_000 // len(unit)) + "x", 1, {}, strict=True)
+    number(unit * (60_000 // len(unit)), 1, {})
+    number("5" + unit * (60_000 // len(unit)) + "x", 1, {}, strict=True)
     for verifier in (normalised, f1, choice):
-        verifier(unit * (100_000 // len(unit)), "B", {})
-    assert time.process_time() - start < 20
+        verifier(unit * (30_000 // len(unit)), "B", {})
+    assert time.process_time() - start < 6
 
 
 @pytest.mark.parametrize("score", [normalised, f1])
