@@ -110,8 +110,8 @@ def families() -> list[str]:
     return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
-def small_config(family: str) -> Any:
-    return AutoConfig.for_model(family, **small_settings(AutoConfig.for_model(family)))
+def small_config(family: str, **settings: Any) -> Any:
+    return AutoConfig.for_model(family, **small_settings(AutoConfig.for_model(family)) | settings)
 
 
 def merged(settings: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
@@ -158,9 +158,12 @@ def _one_of_each_kind(kinds: list[tuple[str, ...]]) -> list[int]:
     return first if len(first) > 1 else list(range(min(2, len(kinds))))
 
 
-def make_small(family: str, folder: Path, seed: int = 0) -> Path:
-    """Write a small random model of the family, in float32, and a tokenizer of bytes, to the folder."""
-    config = small_config(family)
+def make_small(family: str, folder: Path, seed: int = 0, **settings: Any) -> Path:
+    """Write a small random model of the family, in float32, and a tokenizer of bytes, to the folder.
+
+    settings: those that differ from the small ones.
+    """
+    config = small_config(family, **settings)
     with torch.random.fork_rng(devices=[]), quiet_transformers():
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)

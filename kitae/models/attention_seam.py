@@ -17,6 +17,7 @@ from torch.nn.functional import pad
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kitae.errors import ModelError
+from kitae.models.latent import Latent, SeesLatents, latent_of, projections_of
 
 NAME = "kitae"
 
@@ -87,7 +88,7 @@ _of_thread: ContextVar[AttentionContext] = ContextVar("kitae_attention")
 
 @contextmanager
 def by_thread(context: AttentionContext) -> Iterator[None]:
-    """The context of this thread, for modules to which no keyword comes (`kitae.models.older_families`)."""
+    """The context of this thread, for modules to which no keyword comes (`kitae.models.older_families`, `latent`)."""
     token = _of_thread.set(context)
     try:
         yield
@@ -95,9 +96,13 @@ def by_thread(context: AttentionContext) -> Iterator[None]:
         _of_thread.reset(token)
 
 
+def context_of_thread() -> AttentionContext | None:
+    return _of_thread.get(None)
+
+
 def attend_by_thread(module: torch.nn.Module, q: Tensor, k: Tensor, v: Tensor, *, scaling: float | None) -> Tensor:
     """As the attention interface has it, with the context of the thread."""
-    if (context := _of_thread.get(None)) is None:
+    if (context := context_of_thread()) is None:
         raise ModelError(
             f"{type(module).__name__} hands on no context, so its activations cannot be computed again: "
             "training.checkpoint_activations must be off for this family"
@@ -126,6 +131,18 @@ def use_attention(model: Any, name: str) -> None:
     model.set_attn_implementation(name)
     if model.config._attn_implementation != name:
         model.config._attn_implementation = name
+
+
+def attach_latents(model: torch.nn.Module) -> None:
+    """Let the projections of latents tell them to the context of the thread."""
+
+    def tell(expand: Any, given: tuple[Tensor, ...]) -> None:
+        context: Any = context_of_thread()
+        if isinstance(context, SeesLatents):
+            context.tell(expand, given[0])
+
+    for expand in projections_of(model):
+        expand.register_forward_pre_hook(tell)
 
 
 def register() -> None:
@@ -173,9 +190,9 @@ def causal_mask(query_positions: Tensor, key_positions: Tensor, window: int | No
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionCall:
-    """`AttentionCall(layer=0, size=(2, 64), scale=0.125, window=None, softcap=None, sinks=None)`.
+    """`AttentionCall(layer=0, size=(2, 64), scale=0.125, window=None, softcap=None, sinks=None, latent=None)`.
 
-    A layer's call of attention. size: heads of keys and values, and numbers of each.
+    A layer's call of attention. size: heads of keys and values, and numbers of each. latent: what they are made of.
     """
 
     layer: int
@@ -184,9 +201,10 @@ class AttentionCall:
     window: int | None
     softcap: float | None
     sinks: Tensor | None
+    latent: Latent | None
 
 
-class SelfAttention:
+class SelfAttention(SeesLatents):
     """One sequence attending to itself, with its tokens in any order. It records the calls, for checks and probes."""
 
     def __init__(self, positions: Tensor) -> None:
@@ -197,6 +215,7 @@ class SelfAttention:
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, softcap: float | None,
         sinks: Tensor | None,
     ) -> Tensor:  # fmt: skip
-        self.calls.append(AttentionCall(layer, (k.shape[0], k.shape[2]), scale, window, softcap, sinks))
+        latent = latent_of(self.told(), k, v)
+        self.calls.append(AttentionCall(layer, (k.shape[0], k.shape[2]), scale, window, softcap, sinks, latent))
         mask = causal_mask(self.positions, self.positions, window)
         return masked_attention(q, k, v, mask, scale=scale, softcap=softcap, sinks=sinks)

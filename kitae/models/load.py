@@ -344,6 +344,7 @@ def load_policy(config: ModelConfig, seed: int = 0) -> "Policy":
 
         torch.manual_seed(seed)
         model = add_lora(model, config)
+    attention_seam.attach_latents(model)  # after the adapters, which change what projections compute
     try:
         policy = Policy(model, tokenizer, config.path, exact=config.exact, plain=config.plain)
     except (AttributeError, TypeError) as error:  # every model with attention has these in its config

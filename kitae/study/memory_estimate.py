@@ -269,8 +269,8 @@ def _cache(config: RLConfig, model: ModelShape, device: "torch.device", size: in
         return 0.0
     if device.type != "cpu":
         return e.count * e.memory_gb * 2**30
-    of_head = model.head_dim + 4 if e.cache_dtype == "int8" else model.head_dim * size
-    of_token = 2 * model.layers * model.kv_heads * of_head
+    whole = config.model.exact or config.model.lora_rank > 0  # adapters may change what makes keys and values
+    of_token = model.cache_bytes(size, eight_bits=e.cache_dtype == "int8", whole=whole)
     together = min(e.count * e.max_batch, t.prompts_per_step * t.group_size)
     limit = e.count * (e.memory_gb + e.host_memory_gb) * 2**30
     return min(limit, of_token * together * (config.sampling.max_tokens + PAGE_SIZE))

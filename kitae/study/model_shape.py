@@ -20,7 +20,8 @@ class ModelShape:
     """`ModelShape(parameters=134_515_008, hidden=576, inner=1536, layers=30, vocabulary=49152, heads=9, …)`.
 
     inner: of the MLP; of a mixture, that of all experts that a token goes to. kind: of the family, as its config says.
-    idle: weights of experts that a token does not go to. mixture: the MLPs are experts, which get no adapters.
+    idle: weights of experts that a token does not go to. mixture: the MLPs are experts, which get no adapters. latent:
+    numbers that latent attention keeps of a token in a layer; 0: it has keys and values of each head.
     """
 
     parameters: int
@@ -34,6 +35,13 @@ class ModelShape:
     kind: str = "llama"
     idle: int = 0
     mixture: bool = False
+    latent: int = 0
+
+    def cache_bytes(self, size: int, *, eight_bits: bool = False, whole: bool = False) -> int:
+        """Bytes that an engine keeps of a token. size: of a number; whole: keys and values although there are
+        latents."""
+        heads, dim = (1, self.latent) if self.latent and not whole else (2 * self.kv_heads, self.head_dim)
+        return self.layers * heads * (dim + 4 if eight_bits else dim * size)
 
     @property
     def active(self) -> int:
@@ -76,6 +84,11 @@ def read_model(path: str) -> ModelShape | None:
     layers = _number(shape, *_LAYERS) or 30
     chosen = _number(shape, *_CHOSEN)
     taken = chosen or 1
+    rank, rotated = _number(shape, "kv_lora_rank") or 0, _number(shape, "qk_rope_head_dim") or 0
+    head_dim, kv_heads = _number(shape, "head_dim"), _number(shape, "num_key_value_heads")
+    if rank:  # of keys and values, if they are made, all heads have their own, of one size
+        kv_heads = heads
+        head_dim = max(rotated + (_number(shape, "qk_nope_head_dim") or 0), _number(shape, "v_head_dim") or 0)
     idle = layers * ((_number(shape, *_EXPERTS) or taken) - taken) * 3 * hidden * inner
     return ModelShape(
         parameters=parameters,
@@ -84,11 +97,12 @@ def read_model(path: str) -> ModelShape | None:
         layers=layers,
         vocabulary=_number(shape, "vocab_size") or 49152,
         heads=heads,
-        kv_heads=_number(shape, "num_key_value_heads") or (heads if shape else 3),
-        head_dim=_number(shape, "head_dim") or hidden // heads,
+        kv_heads=kv_heads or (heads if shape else 3),
+        head_dim=head_dim or hidden // heads,
         kind=shape.get("model_type", "llama"),
         idle=idle if 0 < idle < parameters else 0,  # else not every layer is a mixture, or not of this kind
         mixture=chosen is not None,
+        latent=rank + rotated if rank else 0,
     )
 
 

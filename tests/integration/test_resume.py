@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from benchmark_scripts import load_script
 from harness import (
     RECIPE,
     VERIFIER,
@@ -28,8 +29,8 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run_toy(tmp_path_factory.mktemp("whole"), *SETTINGS).folder
 
 
-def start(folder: Path) -> "tuple[object, Path]":
-    process = kitae("train", str(RECIPE), VERIFIER, f"run.dir={folder}", *SETTINGS)
+def start(folder: Path, *settings: str) -> "tuple[object, Path]":
+    process = kitae("train", str(RECIPE), VERIFIER, f"run.dir={folder}", *SETTINGS, *settings)
     return process, folder / "toy-001"
 
 
@@ -74,6 +75,16 @@ def test_killed_runs_resume_to_the_same_numbers(moment: int, uninterrupted: Path
     assert_same_metrics(run, uninterrupted)
     assert_ledger_balances(run, toy_config(tmp_path, *SETTINGS))
     assert before >= moment, "rollouts of the killed process must still be there"
+
+
+def test_a_killed_run_of_a_model_with_latents_resumes_to_the_same_numbers(tmp_path: Path) -> None:
+    """DeepSeek-V3 made small: latents in the cache, groups of experts, a bias that is not trained."""
+    model = f"model.path={load_script('small_models').make_small('deepseek_v3', tmp_path / 'model')}"
+    whole = run_toy(tmp_path / "whole", *SETTINGS, model).folder
+    process, run = start(tmp_path / "killed", model)
+    kill_when(process, lambda: rollouts_written(run) >= 61)
+    finish(kitae("resume", str(run)))
+    assert_same_metrics(run, whole)
 
 
 def test_killed_twice_also_while_saving(uninterrupted: Path, tmp_path: Path) -> None:

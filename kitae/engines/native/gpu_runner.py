@@ -18,6 +18,7 @@ stop strings, is running, every step is waited for.
 
 import itertools
 import logging
+import math
 import sys
 from typing import Any
 
@@ -30,7 +31,7 @@ from triton.errors import TritonError
 from kitae.engines.base import SamplingParams
 from kitae.engines.native import sampler
 from kitae.engines.native.gpu_decoder import GpuDecoder
-from kitae.engines.native.page_cache import KVCache
+from kitae.engines.native.page_cache import Kept, KVCache
 from kitae.engines.native.paged_attention import ExactAttention, PrefillAttention
 from kitae.engines.native.runner import Drawn, ModelRunner, Result, accepted, refuse_float8, require_finite
 from kitae.engines.native.scheduler import Admission
@@ -39,11 +40,14 @@ from kitae.engines.proof import SKETCH, sketch
 from kitae.kernels.cuda import decoding, paged, shared_prompts, speculation, training
 from kitae.kernels.exact.exact_attention import Reach
 from kitae.kernels.transfer import send
+from kitae.models.latent import SeesLatents
 from kitae.models.logprobs import HeadTransform
 from kitae.models.lora import merged_bytes
 from kitae.models.policy import Policy
 
 log = logging.getLogger("kitae")
+
+_HEADS_OF_ONE_KEY = 16  # that a program of a kernel takes, where all heads have one long key
 
 _MERGED = 0.5  # share of the free memory that copies of weights with merged adapters may take; else there are none
 
@@ -426,7 +430,7 @@ class _Step:
         return runner.draw(logits, hidden, state)
 
 
-class _PagedAttention:
+class _PagedAttention(SeesLatents):
     """New tokens of sequences, over pages. `stored`: their keys and values are in the cache already."""
 
     def __init__(
@@ -450,23 +454,46 @@ class _PagedAttention:
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, softcap: float | None,
         sinks: Tensor | None,
     ) -> Tensor:  # fmt: skip
-        keys, values = next(self.calls)
+        kept = next(self.calls)
+        latent, latent_BR = kept.latent, self.told_latent()
         if not self.stored:
-            keys.write(self.page, self.slot, k.transpose(0, 1))
-            values.write(self.page, self.slot, v.transpose(0, 1))
-        rows = q.transpose(0, 1)
+            kept.write(self.page, self.slot, k, v, latent_BR)
+        if latent is None:
+            return self._attend(q.transpose(0, 1), kept, self.groups, scale, window, softcap, sinks)
+        rows = latent.queries(q).transpose(0, 1)
+        return latent.mixed(self._attend_to_one_key(rows, kept, scale, window, softcap, sinks))
+
+    def _attend(
+        self, rows: Tensor, kept: Kept, groups: shared_prompts.Groups | None, scale: float, window: int | None,
+        softcap: float | None, sinks: Tensor | None,
+    ) -> Tensor:  # fmt: skip
         if rows.stride(1) != rows.shape[2]:
             rows = rows.contiguous()
-        pages = (keys.numbers, keys.scales), (values.numbers, values.scales)
+        pages = (kept.keys.numbers, kept.keys.scales), (kept.values.numbers, kept.values.scales)
         begun = None
-        if self.groups is not None and window is None:
-            begun = shared_prompts.begin(
-                rows, *pages, rows.shape[1], self.table, self.groups, scale=scale, softcap=softcap
-            )
+        if groups is not None and window is None:
+            begun = shared_prompts.begin(rows, *pages, rows.shape[1], self.table, groups, scale=scale, softcap=softcap)
         return paged.attend(
             rows, *pages, self.table, self.lengths, scale=scale, window=window, softcap=softcap, sinks=sinks,
             begun=begun,
         )  # fmt: skip
+
+    def _attend_to_one_key(
+        self, rows: Tensor, kept: Kept, scale: float, window: int | None, softcap: float | None, sinks: Tensor | None
+    ) -> Tensor:
+        """All heads `[B, H, R]` see the same key, and a program of the kernel has room for a few of them: so each few
+        are a sequence of their own, with the same pages."""
+        batch, heads, size = rows.shape
+        few = math.gcd(heads, _HEADS_OF_ONE_KEY) if sinks is None else heads  # a kernel numbers them from the first
+        parts = heads // few
+        rows = rows.reshape(batch * parts, few, size)
+        table = self.table.repeat_interleave(parts * (batch // len(self.table)), 0)
+        pages = (kept.keys.numbers, kept.keys.scales), (kept.values.numbers, kept.values.scales)
+        found = paged.attend(
+            rows, *pages, table, self.lengths.repeat_interleave(parts), scale=scale, window=window, softcap=softcap,
+            sinks=sinks,
+        )  # fmt: skip
+        return found.view(batch, heads, size)
 
 
 _NOBODY: Any = object()

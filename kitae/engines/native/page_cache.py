@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kitae.engines.native.sequence import SwappedPages
 from kitae.errors import EngineError
+from kitae.models.latent import Latent
 from kitae.models.policy import Policy
 from kitae.models.routing import RouterShape
 from kitae.types import ExpertArray
@@ -83,6 +84,41 @@ class Pages:
         return numbers if scales is None else (numbers.float() * scales[..., None]).to(self.dtype)
 
 
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What a call of attention keeps of each token: keys and values, or, with latents, one row that both are made of.
+
+    Then keys and values are the same pages.
+    """
+
+    keys: Pages
+    values: Pages
+    latent: Latent | None
+
+    def write(self, page_T: Tensor, slot_T: Tensor, k: Tensor, v: Tensor, latent_TR: Tensor | None) -> None:
+        """k, v `[H, T, D]`; latent: what they are made of, if that is kept."""
+        if self.latent is not None:
+            assert latent_TR is not None, "the projection of a latent must tell it to the context"
+            self.keys.write(page_T, slot_T, self.latent.row(latent_TR, k))
+            return
+        self.keys.write(page_T, slot_T, k.transpose(0, 1))
+        self.values.write(page_T, slot_T, v.transpose(0, 1))
+
+    def at(self, page_T: Tensor, slot_T: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values `[T, H, D]`."""
+        if self.latent is not None:
+            return self.latent.expanded(self.keys.at(page_T, slot_T)[:, 0])
+        return self.keys.at(page_T, slot_T), self.values.at(page_T, slot_T)
+
+    def first(self, pages: list[int], count: int) -> tuple[Tensor, Tensor]:
+        """Keys and values `[H, count, D]` of the first tokens of a sequence with these pages."""
+        k, v = (each.read(pages).transpose(0, 1).flatten(1, 2)[:, :count] for each in (self.keys, self.values))
+        if self.latent is None:
+            return k, v
+        k, v = self.latent.expanded(k[0])
+        return k.transpose(0, 1), v.transpose(0, 1)
+
+
 class KVCache:
     """Keys and values of all calls of attention in a pass of the model, in pages; each call has heads of its own size.
 
@@ -100,12 +136,16 @@ class KVCache:
         *,
         eight_bits: bool = False,
     ) -> None:
-        self.sizes = [call.size for call in policy.attended()]
-        self.like = torch.empty(0, min(dim for _, dim in self.sizes), dtype=policy.dtype, device=policy.device)
+        calls = policy.attended()
+        self.latents = [None if policy.exact else call.latent for call in calls]
+        self.sizes = [c.size if x is None else x.size for c, x in zip(calls, self.latents, strict=True)]
+        self.like = torch.empty(0, min(call.size[1] for call in calls), dtype=policy.dtype, device=policy.device)
         of_number = 1 if eight_bits else self.like.element_size()
-        page_bytes = sum(
-            2 * heads * page_size * (dim * of_number + (4 if eight_bits else 0)) for heads, dim in self.sizes
+        of_tokens = (
+            (2 if latent is None else 1) * heads * (dim * of_number + (4 if eight_bits else 0))
+            for (heads, dim), latent in zip(self.sizes, self.latents, strict=True)
         )
+        page_bytes = page_size * sum(of_tokens)
         page_bytes += page_size * routers.bytes if routers else 0
         self.page_bytes = page_bytes
         self.pages = int(memory_gb * 2**30 // page_bytes)
@@ -121,17 +161,20 @@ class KVCache:
 
     @property
     def is_even(self) -> bool:
-        """Whether all layers have as many heads of the same size."""
+        """Whether all layers keep as many heads of the same size."""
         return len(set(self.sizes)) == 1
 
     def allocate(self) -> None:
         self.keys: list[Pages] = []
         self.values: list[Pages] = []
         self._by_page: list[tuple[Tensor, int]] = []  # all that pages hold, and the dimension along which they lie
-        made = {size: iter(self._pages(size, 2 * count)) for size, count in Counter(self.sizes).items()}
-        for size in self.sizes:
+        wanted = Counter[tuple[int, int]]()
+        for size, latent in zip(self.sizes, self.latents, strict=True):
+            wanted[size] += 2 if latent is None else 1
+        made = {size: iter(self._pages(size, count)) for size, count in wanted.items()}
+        for size, latent in zip(self.sizes, self.latents, strict=True):
             self.keys.append(next(made[size]))
-            self.values.append(next(made[size]))
+            self.values.append(self.keys[-1] if latent is not None else next(made[size]))
         if (r := self._routers) is not None:
             self.experts = self.like.new_empty((self.pages + 1, self.page_size, r.layers, r.top_k), dtype=r.dtype)
             self._by_page.append((self.experts, 0))
@@ -145,9 +188,9 @@ class KVCache:
         self._by_page += [(tensor, 1) for tensor in (numbers, scales) if tensor is not None]
         return [Pages(numbers[i], None if scales is None else scales[i], self.like.dtype) for i in range(count)]
 
-    def calls(self) -> Iterator[tuple[Pages, Pages]]:
-        """Where each call of attention in a pass of the model keeps its keys and values, in the order of the calls."""
-        return zip(self.keys, self.values, strict=True)
+    def calls(self) -> Iterator[Kept]:
+        """What each call of attention in a pass of the model keeps, in the order of the calls."""
+        return map(Kept, self.keys, self.values, self.latents)
 
     def free(self) -> None:
         """Free the memory. Its contents are lost, and runners that have used it must be made again."""

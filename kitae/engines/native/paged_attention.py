@@ -6,12 +6,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kitae.engines.native.page_cache import KVCache, Pages
+from kitae.engines.native.page_cache import Kept, KVCache, Pages
 from kitae.kernels.base import DecodingKernels, SpanKernels, SpanTable
 from kitae.kernels.cuda import flash
 from kitae.kernels.devices import training_kernels
 from kitae.kernels.exact.exact_attention import Reach, attend
 from kitae.models.attention_seam import causal_mask, masked_attention
+from kitae.models.latent import SeesLatents
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +25,7 @@ class Stretch:
     pages: list[int]
 
 
-class PrefillAttention:
+class PrefillAttention(SeesLatents):
     """Several prompts, or tails of preempted sequences, in one packed row. Writes every key and value, then attends.
 
     In half precision on a GPU all of them are one call of flash attention, or, where a model has softcaps or sinks and
@@ -52,15 +53,14 @@ class PrefillAttention:
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, softcap: float | None,
         sinks: Tensor | None,
     ) -> Tensor:  # fmt: skip
-        keys, values = next(self.calls)
+        kept = next(self.calls)
         if not self.stored:
-            keys.write(self.page_of_T, self.slot_of_T, k.transpose(0, 1))
-            values.write(self.page_of_T, self.slot_of_T, v.transpose(0, 1))
+            kept.write(self.page_of_T, self.slot_of_T, k, v, self.told_latent())
         if self.cache.eight_bits:  # see what later steps will see: answers do not depend on who was preempted
-            k, v = (pages.at(self.page_of_T, self.slot_of_T).transpose(0, 1) for pages in (keys, values))
+            k, v = (rows.transpose(0, 1) for rows in kept.at(self.page_of_T, self.slot_of_T))
         plain = softcap is None and sinks is None
         if self.flash is not None and plain and flash.available(q):
-            return self.flash.attend(q, k, v, keys, values, scale, window)
+            return self.flash.attend(q, k, v, kept, scale, window)
         if not plain and self.spans is not None and q.shape[-1] in self.spans[0].sizes:
             kernels, table = self.spans
             q, k, v = q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
@@ -76,8 +76,7 @@ class PrefillAttention:
                 end = stretch.start + stretch.length
                 positions = torch.arange(end, device=q.device)
                 allowed = causal_mask(positions[stretch.start :], positions, window)
-                seen_k = keys.read(stretch.pages).transpose(0, 1).flatten(1, 2)[:, :end]
-                seen_v = values.read(stretch.pages).transpose(0, 1).flatten(1, 2)[:, :end]
+                seen_k, seen_v = kept.first(stretch.pages, end)
                 mixed = masked_attention(q[:, rows], seen_k, seen_v, allowed, scale=scale, softcap=softcap, sinks=sinks)
             out[rows] = mixed
         return out
@@ -99,11 +98,17 @@ class ExactAttention:
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, softcap: float | None,
         sinks: Tensor | None,
     ) -> Tensor:  # fmt: skip
-        keys, values = next(self.calls)
-        keys.write(self.page_of_T, self.slot_of_T, k.transpose(0, 1))
-        values.write(self.page_of_T, self.slot_of_T, v.transpose(0, 1))
+        kept = next(self.calls)
+        kept.write(self.page_of_T, self.slot_of_T, k, v, None)
         return attend(
-            q, keys.numbers, values.numbers, self.reach, scale=scale, window=window, softcap=softcap, sinks=sinks
+            q,
+            kept.keys.numbers,
+            kept.values.numbers,
+            self.reach,
+            scale=scale,
+            window=window,
+            softcap=softcap,
+            sinks=sinks,
         )
 
 
@@ -126,17 +131,15 @@ class _FlashLayout:
         slots = torch.tensor([t % size for _, end in ends for t in range(end)], device=device)
         return cls(bounds, pages, slots)
 
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, keys: Pages, values: Pages, scale: float, window: int | None
-    ) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, kept: Kept, scale: float, window: int | None) -> Tensor:
         k, v = k.transpose(0, 1), v.transpose(0, 1)
         if self.seen_pages is not None:
             assert self.seen_slots is not None
-            k, v = keys.at(self.seen_pages, self.seen_slots), values.at(self.seen_pages, self.seen_slots)
+            k, v = kept.at(self.seen_pages, self.seen_slots)
         return flash.attend(q.transpose(0, 1), k, v, self.bounds, scale=scale, window=window)
 
 
-class DecodeAttention:
+class DecodeAttention(SeesLatents):
     """One new token for each of B sequences; `lengths` counts it."""
 
     def __init__(self, cache: KVCache, table: Tensor, lengths: Tensor, kernels: DecodingKernels | None) -> None:
@@ -154,7 +157,21 @@ class DecodeAttention:
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, softcap: float | None,
         sinks: Tensor | None,
     ) -> Tensor:  # fmt: skip
-        keys, values = next(self.calls)
+        kept = next(self.calls)
+        latent, latent_BR = kept.latent, self.told_latent()
+        if latent is not None:
+            assert latent_BR is not None
+            k = v = latent.row(latent_BR, k).transpose(0, 1)
+            q = latent.queries(q)
+        found = self._attend(q, k, v, kept, scale, window, softcap, sinks)
+        return found if latent is None else latent.mixed(found)
+
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, kept: Kept, scale: float, window: int | None, softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        """Over what is kept; k and v are what the new tokens add to it."""
+        keys, values = kept.keys, kept.values
         if self.kernels is not None:
             return self.kernels.attend(
                 q, k, v, keys.numbers, values.numbers, self.table, self.lengths,
