@@ -68,7 +68,7 @@ WORLDS: dict[str, Callable[..., World]] = {
     "verifiers": _verifiers,
 }
 
-_PROGRAMS = ("command", "verifiers")
+_PROGRAMS = ("command", "verifiers", "mcp")  # what the model writes may run in them
 
 
 def open_world(config: EnvConfig, hidden: Sequence[Path] = ()) -> World:

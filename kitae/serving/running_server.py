@@ -10,7 +10,7 @@ not read what was written to them.
 import asyncio
 import signal
 import socket
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from types import FrameType
@@ -79,7 +79,17 @@ class _CountingTransport:
 
 
 class _Server(PatientServer):
-    """Signals are the caller's affair."""
+    """Signals are the caller's affair. It may answer on more sockets than those that it began with."""
+
+    async def also(self, taken: socket.socket) -> asyncio.Server:
+        while not self.started:
+            await asyncio.sleep(0.01)
+
+        def connection() -> asyncio.Protocol:
+            kind = cast(type[Connection], self.config.http_protocol_class)
+            return kind(self.config, self.server_state, self.lifespan.state)
+
+        return await asyncio.get_running_loop().create_server(connection, sock=taken)
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -193,12 +203,17 @@ def _make(app: ASGIApp, last_words: int, log: str = "warning", patience: Patienc
 
 
 @asynccontextmanager
-async def serving(app: ASGIApp, taken: socket.socket, patience: Patience = PATIENCE) -> AsyncIterator[None]:
-    """A server beside other work, in the event loop of that; its end waits for nobody."""
+async def serving(
+    app: ASGIApp, taken: socket.socket, patience: Patience = PATIENCE
+) -> AsyncIterator[Callable[[socket.socket], Awaitable[asyncio.Server]]]:
+    """A server beside other work, in the event loop of that; its end waits for nobody.
+
+    What it yields lets the server answer on a further socket.
+    """
     server = _make(app, 1, "error", patience)  # whoever sends nonsense does not write on the screen of others
     running = asyncio.create_task(server.serve(sockets=[taken]))
     try:
-        yield
+        yield server.also
     finally:
         server.should_exit = server.force_exit = True
         await running

@@ -38,6 +38,8 @@ TESTS = {
         f"{FORGED}::test_a_child_finds_neither_reference_nor_reward",
         f"{HERE}::test_links_and_folders_around_do_not_show_what_is_hidden",
     ),
+    "An agent program and what it starts reach the endpoint of their episode alone, unless the recipe says "
+    "otherwise.": (f"{FORGED}::test_a_program_reaches_its_endpoint_alone",),
     "What an agent program or one of its children leaves behind ends with the episode: processes, files, modules.": (
         f"{FORGED}::test_a_child_that_leaves_something_for_the_next_episode",
         "tests/unit/envs/command/test_command_world.py::test_nothing_is_left_behind",

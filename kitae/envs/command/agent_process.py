@@ -1,9 +1,10 @@
 """The process that runs an agent program for one episode, and that ends with everything that the program started.
 
 setup  {}                                                      greeting  {}
-job    {"command": ["python", "agent.py"], "folder", "variables", "input", "keep", "guarded"}
+job    {"command": ["python", "agent.py"], "folder", "variables", "input", "keep", "guarded", "network"}
 answer {"status": 0, "words": "the end of what it printed"}, or {"refused": "why it could not be started"}
 
+network: {"port", "door", "token"} for a network of the program's own (`own_network`), or null.
 guarded: the command is that of a sandbox, which gets the filter of system calls that look into other processes.
 """
 
@@ -15,6 +16,7 @@ import threading
 from collections.abc import Mapping
 from typing import IO, Any
 
+from kitae.envs.command.own_network import enter_own_network, hand_over
 from kitae.sandbox.seccomp import filter_fd
 from kitae.workers.die_with_parent import tie
 from kitae.workers.templates.template_main import Answer, serve
@@ -45,6 +47,8 @@ def run(job: Mapping[str, Any]) -> Mapping[str, Any]:
     elif job["guarded"]:
         return {"refused": "a program that holds a secret cannot be guarded on this processor"}
     try:
+        if network := job["network"]:
+            hand_over(enter_own_network(network["port"]), network["door"], network["token"])
         program = subprocess.Popen(
             command,
             cwd=job["folder"],

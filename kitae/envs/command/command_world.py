@@ -28,6 +28,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, Literal, Self
+from urllib.parse import urlsplit
 
 from pydantic import Field
 from starlette.applications import Starlette
@@ -38,7 +39,8 @@ from starlette.routing import Mount, Route
 from kitae.clients.addresses import address_of, listen
 from kitae.data.chat import Chat
 from kitae.envs.base import Outcome
-from kitae.envs.command.program_sandbox import HOME, ProgramSandbox, sandboxed
+from kitae.envs.command.own_network import Door
+from kitae.envs.command.program_sandbox import HOME, ProgramSandbox, places, sandboxed
 from kitae.envs.config import read_params
 from kitae.envs.episode_processes import EpisodeProcesses, EpisodeProcessLost
 from kitae.envs.program_variables import program_variables
@@ -91,6 +93,10 @@ class ProgramParams(Section):
     )
     tmp_mb: int = Field(1024, ge=1, description="Size of its /tmp and home, which are empty and end with the episode.")
     sandbox: ProgramSandbox = Field("bwrap", description="Where it runs: bwrap, or none: with your rights.")
+    network: Literal["episode", "machine"] = Field(
+        "episode",
+        description="What it reaches from the sandbox: the endpoint of its episode, or the machine's network.",
+    )
 
 
 class CommandParams(ProgramParams):
@@ -128,6 +134,7 @@ class CommandWorld:
         self._agents: dict[str, CommandAgent] = {}
         self._stack = AsyncExitStack()
         self._url = ""
+        self._door: Door | None = None
 
     @property
     def secret(self) -> bool:
@@ -150,8 +157,8 @@ class CommandWorld:
             words,
             Path(params.folder).absolute(),
             self.variables.get("PATH", os.defpath),
-            readable=_places(params.readable),
-            writable=_places(params.writable),
+            readable=places(params.readable),
+            writable=places(params.writable),
             hidden=self.hidden,
             guarded=self.secret,
             tmp_mb=params.tmp_mb,
@@ -164,7 +171,7 @@ class CommandWorld:
 
     async def __aexit__(self, *_: object) -> None:
         await self._stack.aclose()
-        self._url = ""
+        self._url, self._door = "", None
 
     def make(self, prompt: Prompt) -> "CommandAgent":
         return CommandAgent(self, prompt)
@@ -175,12 +182,24 @@ class CommandWorld:
             taken = listen(_HOST, 0)
             self._stack.callback(taken.close)
             self._url = address_of(taken, _HOST)
-            await self._stack.enter_async_context(serving(self._app(chat), taken))
+            also = await self._stack.enter_async_context(serving(self._app(chat), taken))
+            if self.params.sandbox != "none" and self.params.network == "episode":
+                self._door = Door(also)
+                self._stack.callback(self._door.end)
+        if self._door is not None:
+            self._door.expect(agent.token)
         self._agents[agent.token] = agent
         return f"{self._url}/episodes/{agent.token}"
 
     def dismiss(self, agent: "CommandAgent") -> None:
         self._agents.pop(agent.token, None)
+        if self._door is not None:
+            self._door.close(agent.token)
+
+    def network(self, agent: "CommandAgent") -> dict[str, Any] | None:
+        """The network of its own that an admitted agent's program gets; None: the machine's."""
+        port = urlsplit(self._url).port
+        return None if self._door is None else {"port": port, "door": self._door.path, "token": agent.token}
 
     def _app(self, chat: Chat) -> Starlette:
         admission = AdmissionControl(_MOST_REQUESTS)
@@ -331,6 +350,7 @@ class CommandAgent:
             "variables": variables,
             "input": json.dumps(prompt),
             "keep": params.keep,
+            "network": self._world.network(self),
         }
 
 
@@ -342,10 +362,6 @@ def _outcome(answer: Mapping[str, Any]) -> Outcome:
         said = " ".join(answer["words"].split())[-400:]
         raise RuntimeError(f"the program ended with status {answer['status']}: {said or 'it printed nothing'}")
     return Outcome()
-
-
-def _places(paths: Sequence[str]) -> list[Path]:
-    return [Path(path).expanduser().absolute() for path in paths]
 
 
 def _reached_directly(variables: Mapping[str, str]) -> dict[str, str]:

@@ -3,7 +3,7 @@
 Covered, with bubblewrap: processes of its own (it sees no other process, and none of its processes outlives it); no
 capability; of the disk, the system's programs, the interpreters that the command needs, the program's folder and what
 the recipe lists, all read-only, without the run folder and the data; an empty home and /tmp in memory, its own for each
-episode. The network is the machine's, as an agent may need it.
+episode. The network is that of the process that starts it: `own_network`, or the machine's.
 
 A program that holds a secret of its episode (the right to post a reward, the reference) is guarded against what it
 starts: there is no folder of processes in /proc, by which its memory, environment and open files could be read, and
@@ -43,14 +43,16 @@ def sandboxed(
     writable: Iterable[Path] = (),
     hidden: Iterable[Path] = (),
     guarded: bool = False,
+    alone: bool = False,
     tmp_mb: int = 1024,
 ) -> list[str]:
     """The command line that runs `command` in a sandbox.
 
     path: where its program is looked for. hidden: what stays unseen even where it lies in a folder that is shown.
+    alone: without any network.
     """
     words = [_bwrap(), "--die-with-parent", "--new-session", "--unshare-user", "--unshare-pid", "--unshare-ipc"]
-    words += ["--unshare-uts", "--unshare-cgroup-try", "--cap-drop", "ALL"]
+    words += ["--unshare-uts", "--unshare-cgroup-try", "--cap-drop", "ALL", *(["--unshare-net"] if alone else [])]
     user = os.geteuid() or 1000  # inside, root is nobody special
     words += ["--uid", str(user), "--gid", str(os.getegid() or user)]
     words += ["--size", str(tmp_mb * 2**20), "--tmpfs", "/tmp", "--dir", HOME]
@@ -75,6 +77,11 @@ def sandboxed(
     return [*words, "--chdir", str(folder), "--", *command]
 
 
+def places(paths: Sequence[str]) -> list[Path]:
+    """What a recipe lists: `["~/.cache"]`."""
+    return [Path(path).expanduser().absolute() for path in paths]
+
+
 @functools.cache
 def _bwrap() -> str:
     """The path of bubblewrap, tried once; an error if it does not work here."""
@@ -87,7 +94,7 @@ def _bwrap() -> str:
             return program
         problem = f"bwrap does not work here: {done.stderr.strip()[-300:]}"
     raise ConfigError(
-        f"agent programs run in a sandbox, and there is none: {problem}. Install it with {INSTALL}, or set "
+        f"programs run in a sandbox, and there is none: {problem}. Install it with {INSTALL}, or set "
         'env.params.sandbox = "none": what the model writes then runs with your rights where the program runs it'
     )
 

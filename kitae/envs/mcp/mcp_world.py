@@ -1,11 +1,15 @@
 """The environment `mcp`: a question of the data, and the tools of an MCP server to answer it with."""
 
 import asyncio
-from collections.abc import Mapping
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from pydantic import Field
 
+from kitae.envs.command.program_sandbox import HOME, ProgramSandbox, places, sandboxed
 from kitae.envs.config import read_params
 from kitae.envs.episode_processes import EpisodeProcess, EpisodeProcesses
 from kitae.envs.program_variables import program_variables
@@ -22,6 +26,12 @@ class McpParams(Section):
     env: dict[str, str] = Field(default_factory=dict, description="Variables of the server's environment.")
     pass_on: tuple[str, ...] = Field((), description="Names of variables of ours that the server gets too.")
     cwd: str = Field("", description="The folder in which it runs.")
+    sandbox: ProgramSandbox = Field(
+        "none", description="Where it runs: none: with your rights; or bwrap, with a home and /tmp of its own."
+    )
+    readable: tuple[str, ...] = Field((), description="Further files and folders that it can read in the sandbox.")
+    writable: tuple[str, ...] = Field((), description="Files and folders that it can write in the sandbox.")
+    network: bool = Field(False, description="Whether it reaches the machine's network from the sandbox.")
     tools: tuple[str, ...] = Field((), description="Which of its tools the model may call; none: all.")
     shared: bool = Field(False, description="One server for all episodes, instead of one for each.")
     seconds: float = Field(30.0, gt=0, description="Seconds for each call; a server that takes longer is ended.")
@@ -40,10 +50,22 @@ class Mcp:
 
     params: ClassVar = McpParams
 
-    def __init__(self, params: Mapping[str, Any]) -> None:
-        self._params = read_params(McpParams, params, "mcp")
-        self.variables = program_variables(self._params.pass_on, self._params.env)
-        setup = {"command": list(self._params.command), "env": self.variables, "cwd": self._params.cwd}
+    def __init__(self, params: Mapping[str, Any], hidden: Sequence[Path] = ()) -> None:
+        self._params = given = read_params(McpParams, params, "mcp")
+        own = {} if given.sandbox == "none" else {"HOME": HOME, "TMPDIR": "/tmp"}
+        self.variables = program_variables(given.pass_on, {**own, **given.env})
+        command = list(given.command)
+        if given.sandbox == "bwrap" and shutil.which(command[0]):
+            command = sandboxed(
+                command,
+                Path(given.cwd or "."),
+                self.variables.get("PATH", os.defpath),
+                readable=places(given.readable),
+                writable=places(given.writable),
+                hidden=[place.absolute() for place in hidden],
+                alone=not given.network,
+            )
+        setup = {"command": command, "env": self.variables, "cwd": given.cwd}
         self._processes = EpisodeProcesses(
             "kitae.envs.mcp.mcp_process", setup, "speaker with an MCP server", ConfigError
         )

@@ -12,7 +12,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, JsonValue
 
@@ -39,6 +39,9 @@ class VerifiersParams(ProgramParams):
     )
     settings: dict[str, JsonValue] = Field(
         default_factory=dict, description="Further settings of an environment of verifiers.v1: { agent = { … } }."
+    )
+    network: Literal["episode", "machine"] = Field(
+        "machine", description="What it reaches: the machine's network, as it may load data; or its endpoint alone."
     )
     writable: tuple[str, ...] = Field(
         tuple(place for place in (_CACHE,) if Path(place).expanduser().is_dir()),

@@ -2,6 +2,8 @@
 
 import asyncio
 import importlib.util
+import json
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -30,6 +32,35 @@ def in_world(talk, **params):
 async def heard(episode, name, **arguments):
     (message,) = (await episode.step(Turn("", calls=(ToolCall(name, arguments, "call_0"),)))).messages
     return message.content
+
+
+LOOKS = """
+    if name == "recall":
+        import socket
+        devices = [device for _, device in socket.if_nameindex()]
+        try:
+            text = open("{data}").read()
+        except OSError:
+            text = ""
+        return json.dumps([text, os.environ.get("HOME"), devices])
+"""
+
+
+@needs_mcp
+@pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
+def test_a_server_in_a_sandbox_sees_neither_the_network_nor_what_is_hidden(tmp_path):
+    data, server = tmp_path / "train.jsonl", tmp_path / "server.py"
+    data.write_text("the reference")
+    head = "def call(name, arguments):"
+    server.write_text(Path(SERVER[1]).read_text().replace(head, head + LOOKS.replace("{data}", str(data))))
+
+    async def looks(**params):
+        async with Mcp({"command": (sys.executable, str(server)), **params}, [data]) as world:
+            return json.loads(await heard(world.make(PROMPT), "recall"))
+
+    assert asyncio.run(looks(sandbox="bwrap", readable=[str(tmp_path)])) == ["", "/tmp/home", ["lo"]]
+    seen, home, devices = asyncio.run(looks())
+    assert seen == "the reference" and home != "/tmp/home" and len(devices) > 1
 
 
 @pytest.mark.skipif(installed, reason="the package is installed")

@@ -250,11 +250,21 @@ def test_variables_that_the_recipe_names_are_passed_on(tmp_path: Path, monkeypat
     assert "'MY_SETTING': 'seven'" in printed and "'OWN': 'given'" in printed and SECRET not in printed
 
 
-def test_the_network_of_the_machine_is_there(tmp_path: Path) -> None:
+def test_a_program_reaches_its_endpoint_alone(tmp_path: Path) -> None:
     with Server() as server:
         port = server.server.server_port
-        _, printed = episode(tmp_path, f"tell(call('/x', base='http://127.0.0.1:{port}'))")
-    assert "501" in printed
+        looks = (
+            f"tell(call('/x', base='http://127.0.0.1:{port}'))\n"
+            "import socket\ntell([name for _, name in socket.if_nameindex()])\n"
+            "try: socket.create_connection(('192.0.2.1', 80), 5)\nexcept OSError as e: tell(e.strerror)"
+        )
+        rollout, printed = episode(tmp_path, looks)
+        assert rollout.score is not None and rollout.score.valid, rollout.score
+        assert "Connection refused" in printed and "['lo']" in printed and "Network is unreachable" in printed
+        other = tmp_path / "other"
+        other.mkdir()
+        _, printed = episode(other, looks.partition("\n")[0], network="machine")
+        assert "501" in printed
 
 
 def test_what_the_sandbox_hides_is_there_without_it(tmp_path: Path) -> None:
