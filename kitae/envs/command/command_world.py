@@ -39,7 +39,7 @@ from starlette.routing import Mount, Route
 from kitae.clients.addresses import address_of, listen
 from kitae.data.chat import Chat
 from kitae.envs.base import Outcome
-from kitae.envs.command.own_network import Door
+from kitae.envs.command.own_network import Doorway
 from kitae.envs.command.program_sandbox import HOME, ProgramSandbox, places, sandboxed
 from kitae.envs.config import read_params
 from kitae.envs.episode_processes import EpisodeProcesses, EpisodeProcessLost
@@ -134,7 +134,7 @@ class CommandWorld:
         self._agents: dict[str, CommandAgent] = {}
         self._stack = AsyncExitStack()
         self._url = ""
-        self._door: Door | None = None
+        self._door: Doorway | None = None
 
     @property
     def secret(self) -> bool:
@@ -184,7 +184,7 @@ class CommandWorld:
             self._url = address_of(taken, _HOST)
             also = await self._stack.enter_async_context(serving(self._app(chat), taken))
             if self.params.sandbox != "none" and self.params.network == "episode":
-                self._door = Door(also)
+                self._door = Doorway(also)
                 self._stack.callback(self._door.end)
         if self._door is not None:
             self._door.expect(agent.token)

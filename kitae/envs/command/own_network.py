@@ -1,7 +1,7 @@
 """A network of a program's own, in which nothing listens but the endpoint of its episode.
 
     taken = enter_own_network(8000)          in the process that starts the program, before it does
-    hand_over(taken, "/tmp/…/door", token)   to the run, which answers there: see `Door`
+    hand_over(taken, "/tmp/…/door", token)   to the run, which answers there: see `Doorway`
 
 A socket belongs to the network in which it was made, whoever holds it. So the program's process makes a network with
 nothing in it, listens there at the address that the program will be told, and gives the listening socket to the run,
@@ -55,7 +55,7 @@ def hand_over(taken: socket.socket, door: str, token: str) -> None:
     taken.close()
 
 
-class Door:
+class Doorway:
     """Where the run takes listening sockets: a file in a folder that only its user can enter.
 
     serve: answers on a socket. The server of each episode ends with `close`.
