@@ -71,7 +71,7 @@ _PHRASES = (
 _PHRASE_RE = re.compile("(?:" + "|".join(_PHRASES) + r")[\s*_:：]*", re.IGNORECASE)
 _SENTENCE_END_RE = re.compile(  # not before what takes the sentence back: "12. Or 13"
     r"\n|[.?!](?=[*_\"')]*(?:\s|$))"
-    r"(?![*_\"')\s.]*(?i:or|alternatively|otherwise|unless|if (?:that|this|it|not))\b)|[。！？]"
+    r"(?![*_\"')\s.?]*(?i:no(?=\s*[,;!])|or|alternatively|otherwise|unless|if (?:that|this|it|not))\b)|[。！？]"
 )
 _MATH_RE = re.compile(
     r"\$\$(?P<display>.+?)\$\$"

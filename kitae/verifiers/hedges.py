@@ -27,10 +27,12 @@ _WORD = f"{_PHRASES}|{'|'.join(sorted(map(re.escape, _JOINING.split()), key=len,
 _COMMAND = r"\\(?:[,;:! ()\[\]{}]|(?:text|textbf|mathrm|mathbf|boxed|quad|qquad|lor|vee|land|wedge|to"
 _COMMAND += r"|mid|[lr]?dots|cdots|ne|neq|implies|iff|(?:long)?(?:left)?rightarrow|Rightarrow)(?![A-Za-z])\s*\{?)"
 _JOINT_RE = re.compile(
-    rf"(?:{_COMMAND}|[A-Za-z]\s*=|[\s,;:/|&?!.…~()\[\]{{}}$*_\"'`’<>≠≥≤→⇒–—-]|(?<![^\W_])(?:{_WORD})(?![^\W_]))*",
+    rf"(?:{_COMMAND}|[A-Za-z]\s*=|°\s?[CFK]?(?![^\W_])|[\s,;:∨∧⊕/|&?!.…~()\[\]{{}}$*_\"'`’<>≠≥≤→⇒–—-]|(?<![^\W_])(?:{_WORD})(?![^\W_]))*",
     re.IGNORECASE,
 )
-_JOINING_WORD_RE = re.compile(rf"(?<![^\W_])(?:{_WORD})(?![^\W_])|[/|&?!;~(\[…→⇒–—-]|\.\.|\\[a-z]{{2,}}", re.IGNORECASE)
+_JOINING_WORD_RE = re.compile(
+    rf"(?<![^\W_])(?:{_WORD})(?![^\W_])|[/|&?!;~(\[…→⇒–—∨∧⊕-]|\.\.|\\[a-z]{{2,}}", re.IGNORECASE
+)
 _MAX_JOINT = 48  # characters between two values that are joined
 _FILLER = (
     r"(?:\s+(?:be|is|it|its|equal|to|just|only|the|an?|actually|really|exactly|simply|possibly|number|value|answer"
@@ -41,7 +43,7 @@ _DENIED_BEFORE_RE = re.compile(
     rf"(?:(?<![^\W_])(?:not|never|neither|nor|cannot|none(?:\s+of\s+(?:them|these|those|the\s+above))?,?|nicht|pas|nie"
     r"|(?:any|every|all|some|no)(?:thing|one|body|\s+numbers?|\s+values?|\s+options?|\s+letters?)?(?:\s+else)?\s+(?:but|except"
     r"|besides|other\s+than|save)|except(?:\s+for)?|excluding|besides|without|other\s+than|instead\s+of|unlike"
-    r"|hardly|scarcely|barely|far\s+from|different\s+from|twice|thrice|double"
+    r"|minus|negative|hardly|scarcely|barely|far\s+from|different\s+from|twice|thrice|double"
     r"|half(?:\s+of)?|divisible\s+by|(?:multiple|factor|divisor|power|square|cube|root|negative|inverse|reciprocal|fraction"
     r"|part|percent|%)\s+of|opposite\s+of|negation\s+of"
     r"|(?:rul|exclud|reject|eliminat|discard|dismiss|avoid)(?:e|es|ed|ing|s)?(?:\s+out)?"
@@ -52,7 +54,7 @@ _DENIED_BEFORE_RE = re.compile(
 _MAY_DENY_RE = re.compile(  # in lower case; far faster than the rule itself, and true wherever that may be
     "n['\u2019]t|not|nev|nei|nor|cann|none|nich|pas|nie|but|exc|besid|other|save|without|inst|unlike|hard|scarc|bare|far|diff"
     "|twi|thri|doub|half|divis|mult|fact|pow|squ|cube|root|nega|inver|reci|frac|part|perc|%|oppo|rul|rej|elim|disc|dism"
-    "|avo|rath|if|wron|non|un-|!|\u2260|\u00ac|\\\\n|\\\\l"
+    "|min|avo|rath|if|wron|non|un-|!|\u2260|\u00ac|\\\\n|\\\\l"
 )
 _WEAKENED_AFTER_RE = re.compile(
     r"[\s*_\"'`$)}\]]*(?:(?:(?:is|was|are|seems|looks|sounds|would\s+be|must\s+be|might\s+be|may\s+be|has\s+to\s+be)\s+(?:\w+ly\s+)?"
@@ -60,10 +62,11 @@ _WEAKENED_AFTER_RE = re.compile(
     r"|(?:is|was|are|ca|wo|could|should|would|do|does)n['’]t\b|cannot\b"
     r"|[,;.…\s(]*or\s+(?:something|more|less|fewer|higher|lower|greater|larger|smaller|above|below|over|under|up|upwards?"
     r"|whatever|another|others?|else|not|none|all|neither|both|anything|any)\b"
-    r"|[\s*_\"'`$)}\].,;!]+no\s*[,.;!](?!\s*\\boxed)"
+    r"|[\s*_\"'`$)}\].,;!?]+no\s*[,.;!](?!\s*\\boxed)"
     r"|[,\s]*and\s+(?:up|upwards?|above|below|over|more|less)\b(?!\s+[a-z])"
+    r"|-?ish\b|\s+(?:mod|modulo)\s|\s+(?:squared|cubed|factorial)\b(?!\s+[a-z])"
     r"|\s*\+(?!\s*[\w(\\.])|\s+give\s+or\s+take\b|\s+(?:less|more|fewer|times|short|off)\s+(?:than|of|from|as)\s+[$\\]*[0-9]"
-    r"|\s*\\?%\s+of\s+[0-9]|[,;\s(]*(?:unless|if\b(?=[^.\n]*\b(?:else|otherwise)\b)|±|\+/-|\\pm(?![A-Za-z])))",
+    r"|\s*\\?%\s+of\s+[0-9]|[,;\s(]*(?:unless|if\b(?=[^.\n]*\b(?:else|otherwise)\b)|±|\+/-|plus\s+or\s+minus|\\pm(?![A-Za-z])))",
     re.IGNORECASE,
 )
 _BOUND_BEFORE_RE = re.compile(
@@ -77,6 +80,7 @@ _INTRODUCED_RE = re.compile(
     r"(?:(?<![^\W_])(?:is|are|be|get|equals?|answers?|either|(?:one|any|some|all|both|each)\s+of)|[=:({\[])\s*\Z",
     re.IGNORECASE,
 )
+_BUT_RE = re.compile(r"\b(?:but|rather)\b")
 _SHARE_RE = re.compile(r"\s+of\s+[$\\]*[0-9]")
 _FACTOR_BEFORE_RE = re.compile(r"[/^*×·_]\s?\Z")
 _FACTOR_AFTER_RE = re.compile(r"\s*[+*×·^=]|/")
@@ -93,7 +97,7 @@ def is_hedged(
     before, after = text[max(0, start - 80) : start], text[end : end + 120]
     if not before.strip() and not after.strip(" ."):
         return False
-    if (_MAY_DENY_RE.search(before.lower()) and _DENIED_BEFORE_RE.search(before)) or _WEAKENED_AFTER_RE.match(after):
+    if _is_denied(before) or _WEAKENED_AFTER_RE.match(after):
         return True
     if bounds and _BOUND_BEFORE_RE.search(before):
         return True
@@ -105,9 +109,15 @@ def is_hedged(
             return True
     for other in _nearest(value, text, max(0, start - 80), start):
         listed = commas or _INTRODUCED_RE.search(text, max(0, other.start() - 20), other.start()) is not None
-        if joins(text[other.end() : start], commas=listed) and _is_another(own, other, text):
+        between = text[other.end() : start]
+        turned = _BUT_RE.search(between) and _is_denied(text[max(0, other.start() - 80) : other.start()])  # not 3 but 4
+        if joins(between, commas=listed) and not turned and _is_another(own, other, text):
             return True
     return False
+
+
+def _is_denied(before: str) -> bool:
+    return bool(_MAY_DENY_RE.search(before.lower()) and _DENIED_BEFORE_RE.search(before))
 
 
 def _nearest(value: re.Pattern[str], text: str, start: int, end: int | None = None) -> list[re.Match[str]]:

@@ -43,7 +43,7 @@ _GOES_ON_RE = re.compile(  # what follows a number that is part of a formula: 3/
 )
 _WENT_BEFORE_RE = re.compile(  # what precedes such a number: x^3, \frac{2}{3}, \sqrt 3, 2 * 3, x > 3
     r"(?:(?:[0-9)}]|(?<![A-Za-z])[A-Za-z])\s*[\^_/*×·÷+]|[√<>≤≥]"
-    r"|[\}\]]\s*\{|\\(?:[dt]?frac|sqrt|d?binom|log|ln|times|cdot|div|pm|[lg]eq?)(?:\[[^\[\]]*\])?)\s*[{(]?\s*\Z"
+    r"|[\}\]]\s*\{|(?<![A-Za-z])(?:log|ln|sqrt|sin|cos|tan|exp)\s*\(?\s*\Z|\\(?:[dt]?frac|sqrt|d?binom|log|ln|times|cdot|div|pm|[lg]eq?)(?:\[[^\[\]]*\])?)\s*[{(]?\s*\Z"
 )
 _REASON_RE = re.compile(r"[0-9%](?:\s[A-Za-z]+){0,3}?,?\s\(?(?:because|since|that is|i\.e\.)(?!\w)")
 _EXPONENT_RE = re.compile(r"[A-Za-z}][\^_]\{?-?\Z")  # before the 2 of m^2
@@ -65,7 +65,7 @@ _WORD_RE = re.compile(r"[A-Za-z]{2}")
 _SHORT = 60  # characters of a response that is an answer rather than a solution
 _MARK_REACH = 200  # characters after a mark that can belong to its answer
 _SENTENCE_END_RE = re.compile(
-    r"\n|[.?](?=\s|$)(?![.\s]*(?i:or|alternatively|otherwise|unless|if (?:that|this|it|not))\b)"
+    r"\n|[.?](?=\s|$)(?![.?\s]*(?i:no(?=\s*[,;!])|or|alternatively|otherwise|unless|if (?:that|this|it|not))\b)"
 )
 _PLAIN = str.maketrans({"\u2212": "-"} | dict.fromkeys("+\\$€£¥"))
 _EXACT = Context(prec=10_000, Emax=MAX_EMAX, Emin=MIN_EMIN, traps=[])
@@ -103,7 +103,8 @@ _HEADED_CHOICE = (
     rf"{_WRAP}{_LETTER}(?={_UNWRAP_LINE}(?:[.:)]|\n|\Z))"
 )
 _CHOSEN = (
-    r"\b(?:choose|chose|pick|select|go with|opt for|it is|it's|must be|should be)\s+"
+    r"(?:\b(?:choose|chose|pick|select|go with|opt for|it is|it's|must be|should be|left with|leaves(?: us with)?"
+    r"|only option left is)|\bnot\s+\(?[A-Z]\)?,?\s+but)\s+"
     rf"(?:{_NOUN}\s+){_FEW}{_WRAP}{_LETTER}"
 )
 _SO = rf"\b(?:hence|thus|therefore|so),?\s+(?:{_NOUN}\s+){_FEW}{_WRAP}{_LETTER}(?={_UNWRAP_LINE}\.?[ \t]*+(?:\n|\Z))"

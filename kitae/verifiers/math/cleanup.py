@@ -63,7 +63,7 @@ _DOMAIN_RE = re.compile(  # "for all n", "where a, b ∈ ℝ": conditions on the
     r"(?![A-Za-z])[\s$]*[A-Za-z](?:\s*,\s*[A-Za-z])*\s*(?:\\in\s*\\mathbb\s*\{?\s*[NZQRC]\s*\}?[\^+_*>0{}\s]*)?$"
 )
 _REMARK_RE = re.compile(
-    r"(?<=\S)\s*(?:\\text\s*\{\s*)?\((?:i\.e\.|(?:since|because|rounded|approximately|about|correct\s+to|to\s+[0-9]|[0-9]+\s*"
+    r"(?<=\S)\s*(?:\\text\s*\{\s*)?\((?![^()]*\b(?:or|between)\b)(?:i\.e\.|(?:since|because|rounded|approximately|about|correct\s+to|to\s+[0-9]|[0-9]+\s*"
     r"(?:d\.?\s?p|s\.?\s?f|sig|dec))\b)[^()]*\)\s*\}?$",
     re.IGNORECASE,
 )

@@ -471,6 +471,8 @@ def _values(relation: Node) -> list[Node]:
     unequal = [] if names_in(value) else [claim for claim in claims if same(claim, value) is False]
     if any(not _is_rounded(claim, value) for claim in unequal):  # 3 = 4
         return []
+    if any(same_number(value, part, 0.1) is False for part in rounded):  # 7 ≈ 8
+        return []
     return [value, *unequal[-1:], *(part for part in rounded if _is_rounded(value, part))]
 
 
