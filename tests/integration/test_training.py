@@ -94,7 +94,7 @@ def test_the_ledger_balances_and_the_same_seed_repeats(tmp_path: Path) -> None:
     assert_ledger_balances(first.folder, toy_config(tmp_path, *settings))
     assert_same_metrics(first.folder, second.folder)
     assert [r["step"] for r in rows(first.folder) if r["kind"] == "eval"] == [0, 2, 4]
-    other = run_toy(tmp_path, *settings, "run.seed=1")
+    other = run_toy(tmp_path, *settings, "run.seed=1", "training.steps=1")
     assert rows(other.folder)[1]["reward"] != rows(first.folder)[1]["reward"]
 
 

@@ -198,6 +198,7 @@ def test_impossible_sampling_is_refused() -> None:
         assert len(model.generate("Hi", max_tokens=2, temperature=0, n=2)) == 2
 
 
+@pytest.mark.thorough
 def test_suites_and_models_alone_are_evaluated(folder: Path) -> None:
     few = {"eval": {"prompts": 3}, "engine": {"memory_gb": 0.05}}
     small = {"path": "tiny", "device": "cpu", "dtype": "float32"}

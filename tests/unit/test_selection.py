@@ -59,6 +59,13 @@ def test_changed_rooms_and_their_importers() -> None:
     assert chosen_for([Path("README.md")]) == []
 
 
+def test_the_tests_that_a_helper_serves() -> None:
+    assert chosen_for([Path("tests/integration/faults.py")]) == [Path("tests/integration/test_faults.py")]
+    plans = {path.name for path in chosen_for([Path("tests/integration/fault_plans.py")])}
+    assert plans == {"test_faults.py", "test_damage.py"}, "by others"
+    assert chosen_for([Path("tests/unit/workers/conftest.py")]) == [Path("tests/unit/workers")]
+
+
 def test_each_file_can_be_run_alone(pytestconfig: pytest.Config) -> None:
     """What it imports from other tests lies beside it, above it with a conftest, or where pytest is told to look."""
     told = {pytestconfig.rootpath / name for name in pytestconfig.getini("pythonpath")}
