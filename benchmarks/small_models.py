@@ -54,6 +54,7 @@ SHARING = {
     "layer_types": ["sliding_attention", "full_attention"] * 2, "num_hidden_layers": 4, "num_kv_shared_layers": 2,
 }  # fmt: skip
 SPECIAL: dict[str, dict[str, Any]] = {  # what makes a family different from its neighbours, or what it needs
+    "bamba": {"attn_layer_indices": [1]},
     "blt": {"encoder_hash_byte_group_vocab": 300},
     "cohere_compass_text": {
         "layer_types": ["sliding_attention", "full_attention"],
@@ -78,6 +79,8 @@ SPECIAL: dict[str, dict[str, Any]] = {  # what makes a family different from its
     "granite": {
         "embedding_multiplier": 3.0, "residual_multiplier": 0.4, "logits_scaling": 2.0, "attention_multiplier": 0.1
     },
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3},
     "mamba2": {"num_heads": 8, "head_dim": 16},
     "ministral3": {
@@ -90,7 +93,10 @@ SPECIAL: dict[str, dict[str, Any]] = {  # what makes a family different from its
         "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 8,
         "indexer_compress_ratio": 2, "hc_lowrank": 8,
     },
-    "nemotron_h": {"n_groups": 1, "mamba_num_heads": 4, "mamba_head_dim": 32},
+    "nemotron_h": {
+        "n_groups": 1, "mamba_num_heads": 4, "mamba_head_dim": 32,
+        "layers_block_type": ["linear_attention", "full_attention", "moe"],
+    },
     "recurrent_gemma": {"num_hidden_layers": 3},
     "reformer": {"is_decoder": True, "axial_pos_shape": [16, 16], "axial_pos_embds_dim": [32, 32]},
     "roc_bert": {"pronunciation_vocab_size": 8, "shape_vocab_size": 8},

@@ -22,6 +22,7 @@ from torch.nn.functional import linear
 
 from kitae.errors import ModelError
 from kitae.models.policy import Policy
+from kitae.models.state_seam import is_mixer
 
 ATTENTION, MLP = "attention", "mlp"
 _PARTS = {
@@ -116,11 +117,16 @@ def using(rows: Rows | None) -> Iterator[None]:
 
 
 def adapt(policy: Policy) -> None:
-    """Make the linear layers of attention and MLP take adapters. The base weights do not learn from now on."""
+    """Make the linear layers of attention and MLP take adapters. The base weights do not learn from now on.
+
+    Mixers get none: they compute the tokens of a row in another order.
+    """
     policy.model.requires_grad_(False)
     names = {part: name for name, parts in _PARTS.items() for part in parts}
-    for name, module in list(policy.model.named_modules()):
-        if type(module) is nn.Linear and name.rpartition(".")[2] in names:
+    modules = list(policy.model.named_modules())
+    mixers = tuple(f"{name}." for name, module in modules if is_mixer(module))
+    for name, module in modules:
+        if type(module) is nn.Linear and name.rpartition(".")[2] in names and not name.startswith(mixers):
             parent, _, own = name.rpartition(".")
             setattr(policy.model.get_submodule(parent), own, AdaptedLinear(module, name))
     if not adapted_layers(policy):

@@ -1,7 +1,8 @@
 """Checks when a model is loaded that it computes the same with Kitae's attention and kernels as by itself.
 
 A model that attends in another way, or reads positions differently, would otherwise train and sample wrongly without an
-error. What it computes by itself is kept before anything of it is changed, and compared after each change.
+error. What it computes by itself is kept before anything of it is changed, and compared after each change. So would
+one with mixers that cannot go on from the states that they give.
 """
 
 from collections.abc import Sequence
@@ -12,11 +13,14 @@ from torch import Tensor
 
 from kitae.errors import ModelError
 from kitae.models import attention_seam
-from kitae.models.attention_seam import AttentionCall, SelfAttention, by_thread, keywords, use_attention
+from kitae.models.attention_seam import AttentionCall, SelfAttention, keywords, use_attention
 from kitae.models.parts import context_of, decoder_of
+from kitae.models.pass_context import by_thread
 from kitae.models.routing import is_router
+from kitae.models.state_seam import MixerCall, mixers_of
 
 _LENGTHS = (3, 24)  # tokens of the sequences that are tried; most bugs show early in a sequence, or late
+_PAUSED = 12  # of the sequence in which mixers pause
 _OWN = "eager"
 
 
@@ -84,6 +88,47 @@ def _apart(ours: Tensor, theirs: Tensor) -> Tensor:
     """The relative difference of the states of each token."""
     apart: Tensor = (ours - theirs).norm(dim=-1) / theirs.norm(dim=-1).clamp(min=1e-6)
     return apart
+
+
+def check_pauses(model: Any, source: str) -> None:
+    """Raise if mixers do not give the same with pauses, but for rounding."""
+    if not (mixers := mixers_of(model)):
+        return
+    tokens, positions = _sequence(model, _PAUSED)
+    paused = _Paused(positions)
+    with by_thread(paused):
+        _states(model, **keywords(paused, tokens, positions))
+    if not paused.gap < (1e-4 if model.dtype == torch.float32 else 0.05):
+        kinds = ", ".join(sorted({type(mixer).__name__ for mixer in mixers}))
+        raise ModelError(
+            f"{source}: {type(model).__name__} must go on from a state as if there had been no pause, got outputs of "
+            f"{kinds} that differ by {paused.gap:.2g} of their size"
+        )
+
+
+class _Paused(SelfAttention):
+    """Mixers compute a row in the ways that trainer and engine have: from the start, on from a state that two
+    sequences have in common, one of which is filled up, and one token alone. gap: how much that changes what they
+    return."""
+
+    gap = 0.0
+
+    def carry(self, call: MixerCall) -> None:
+        rows = torch.arange(call.tokens, device=call.device)
+        call.run(rows[None])
+        paused = call.anew()
+        common = paused.run(rows[None, :7], {})
+        branches = torch.stack((rows[7:11], torch.where(rows[7:11] < 9, rows[7:11], call.tokens)))
+        states = paused.run(branches, {name: state.repeat_interleave(2, 0) for name, state in common.items()})
+        paused.run(rows[None, 11:], {name: state[:1] for name, state in states.items()})
+        whole, parts = (_first(each.result())[0].flatten(1).float() for each in (call, paused))
+        for after in (slice(7, 11), slice(11, 12)):
+            self.gap = max(self.gap, gap(parts[after], whole[after]))
+
+
+def _first(returned: Any) -> Tensor:
+    found: Tensor = returned[0] if isinstance(returned, tuple) else returned
+    return found
 
 
 def _check_windows(name: str, config: Any, calls: list[AttentionCall]) -> None:

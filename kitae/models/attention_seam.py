@@ -5,9 +5,6 @@ Models run with the attention implementation "kitae". Each call of the model has
 sequences in training, a paged cache in decoding. There is no global state and no patched model code.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -16,8 +13,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from kitae.errors import ModelError
 from kitae.models.latent import Latent, SeesLatents, latent_of, projections_of
+from kitae.models.pass_context import of_thread
+from kitae.models.state_seam import MixerCall, States
 
 NAME = "kitae"
 
@@ -83,31 +81,10 @@ class _Unmasked:
 
 UNMASKED = _Unmasked()
 
-_of_thread: ContextVar[AttentionContext] = ContextVar("kitae_attention")
-
-
-@contextmanager
-def by_thread(context: AttentionContext) -> Iterator[None]:
-    """The context of this thread, for modules to which no keyword comes (`kitae.models.older_families`, `latent`)."""
-    token = _of_thread.set(context)
-    try:
-        yield
-    finally:
-        _of_thread.reset(token)
-
-
-def context_of_thread() -> AttentionContext | None:
-    return _of_thread.get(None)
-
 
 def attend_by_thread(module: torch.nn.Module, q: Tensor, k: Tensor, v: Tensor, *, scaling: float | None) -> Tensor:
     """As the attention interface has it, with the context of the thread."""
-    if (context := context_of_thread()) is None:
-        raise ModelError(
-            f"{type(module).__name__} hands on no context, so its activations cannot be computed again: "
-            "training.checkpoint_activations must be off for this family"
-        )
-    return _forward(module, q, k, v, None, scaling=scaling, kitae=context)[0]
+    return _forward(module, q, k, v, None, scaling=scaling, kitae=of_thread())[0]
 
 
 CARRIED = "kitae"
@@ -137,7 +114,7 @@ def attach_latents(model: torch.nn.Module) -> None:
     """Let the projections of latents tell them to the context of the thread."""
 
     def tell(expand: Any, given: tuple[Tensor, ...]) -> None:
-        context: Any = context_of_thread()
+        context: Any = of_thread()
         if isinstance(context, SeesLatents):
             context.tell(expand, given[0])
 
@@ -205,11 +182,15 @@ class AttentionCall:
 
 
 class SelfAttention(SeesLatents):
-    """One sequence attending to itself, with its tokens in any order. It records the calls, for checks and probes."""
+    """One sequence attending to itself, with its tokens in any order. It records the calls, for checks and probes.
+
+    Mixers run its tokens in the order of their positions; their states at the end are recorded too.
+    """
 
     def __init__(self, positions: Tensor) -> None:
         self.positions = positions
         self.calls: list[AttentionCall] = []
+        self.states: dict[int, States] = {}  # by mixer
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, softcap: float | None,
@@ -219,3 +200,6 @@ class SelfAttention(SeesLatents):
         self.calls.append(AttentionCall(layer, (k.shape[0], k.shape[2]), scale, window, softcap, sinks, latent))
         mask = causal_mask(self.positions, self.positions, window)
         return masked_attention(q, k, v, mask, scale=scale, softcap=softcap, sinks=sinks)
+
+    def carry(self, call: MixerCall) -> None:
+        self.states[call.number] = call.run(self.positions.argsort()[None], {})

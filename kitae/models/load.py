@@ -378,6 +378,7 @@ def prepared(model: Any, config: ModelConfig, device: "torch.device") -> Any:
     from kitae.models.indexed_attention import take_all
     from kitae.models.masks import find_windows
     from kitae.models.older_families import adopt
+    from kitae.models.state_seam import attach
 
     model = model.to(device).eval()
     own = own_states(model)
@@ -385,6 +386,7 @@ def prepared(model: Any, config: ModelConfig, device: "torch.device") -> Any:
     adopt(model)
     _disable_dropout(model)
     known = find_windows(model, config.path)
+    attach(model)
     check_attention(model, config.path, own, windows_known=known)
     if not config.plain and not config.exact and fuse(model, device, model.dtype):
         check_attention(model, config.path, own, windows_known=known)

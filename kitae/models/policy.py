@@ -8,10 +8,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from kitae.errors import ModelError
-from kitae.models.agreement import gap
-from kitae.models.attention_seam import AttentionCall, AttentionContext, SelfAttention, by_thread, keywords
+from kitae.models.agreement import check_pauses, gap
+from kitae.models.attention_seam import AttentionCall, AttentionContext, SelfAttention, keywords
 from kitae.models.logprobs import Head, HeadTransform, token_logprobs
 from kitae.models.parts import context_of, decoder_of, setting
+from kitae.models.pass_context import by_thread
+from kitae.models.state_seam import MixerCall, States, limit_steps, mixers_of
 
 
 class Policy(torch.nn.Module):
@@ -41,9 +43,13 @@ class Policy(torch.nn.Module):
         base = model.get_base_model() if hasattr(model, "peft_config") else model
         # These are not submodules, so that each parameter has one name.
         self.__dict__.update(base=base, decoder=decoder_of(base), head=base.get_output_embeddings())
+        limit_steps(model)
         config = base.config.get_text_config()
         self.layers = int(config.num_hidden_layers)
-        self.heads = int(setting(config, "num_attention_heads"))
+        heads = setting(config, "num_attention_heads")
+        if heads is None and not mixers_of(model):
+            raise AttributeError(f"{type(config).__name__} without num_attention_heads")
+        self.heads = int(heads or 1)
         self.kv_heads = int(setting(config, "num_key_value_heads") or self.heads)
         self.head_dim = int(setting(config, "head_dim") or config.hidden_size // self.heads)
         self.max_context = context_of(config)
@@ -123,18 +129,19 @@ class Policy(torch.nn.Module):
         return logp_TV.gather(1, tokens_T[1:, None])[:, 0]
 
     def check_layers(self) -> None:
-        """Raise if anything but attention carries information from token to token, as that would leak between the
-        sequences of a row, and the engine would lose it. Raise too if a layer uses the order of tokens instead of their
-        positions."""
+        """Raise if anything but attention and mixers carries information from token to token, as that would leak
+        between the sequences of a row, and the engine would lose it. Raise too if a layer uses the order of tokens
+        instead of their positions."""
         calls = self.attended()
         missing = sorted(set(range(self.layers)) - {call.layer for call in calls})
-        if missing and len(calls) < self.layers:
+        if missing and len(calls) < self.layers and not mixers_of(self.model):
             raise ModelError(
                 f"{self.source}: every layer of {type(self.base).__name__} must attend, got {len(missing)} of "
                 f"{self.layers} that carry a state of their own, the first of them layer {missing[0]}"
             )
         self._check_states()
         self._check_positions()
+        check_pauses(self.base, self.source)
 
     def _check_states(self) -> None:
         positions = torch.arange(2, device=self.device)
@@ -170,6 +177,14 @@ class Policy(torch.nn.Module):
             self.hidden(torch.zeros_like(positions), positions, context)
         return context.calls
 
+    def states(self) -> dict[int, States]:
+        """What each mixer carries from token to token, `[1, …]`; {}: all of the model attends."""
+        positions = torch.arange(2, device=self.device)
+        context = SelfAttention(positions)
+        with torch.no_grad():
+            self.hidden(torch.zeros_like(positions), positions, context)
+        return context.states
+
     def check_head(self) -> None:
         """Raise if the model class processes its logits in a way that `transform` does not cover."""
         tokens = torch.arange(4, device=self.device) % self.vocabulary
@@ -192,3 +207,6 @@ class _OneByOne:
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, **settings: Any) -> Tensor:
         return v.repeat_interleave(q.shape[0] // v.shape[0], 0).transpose(0, 1)
+
+    def carry(self, call: MixerCall) -> None:
+        call.run(torch.arange(call.tokens, device=call.device)[:, None])

@@ -20,6 +20,8 @@ from kitae.errors import DataError
 from kitae.kernels.transfer import send
 from kitae.models.attention_seam import causal_mask, masked_attention
 from kitae.models.scalar import ScalarModel
+from kitae.models.span_states import SpanStates
+from kitae.models.state_seam import MixerCall
 from kitae.types import Message, Sample
 
 _ROW = 2048  # tokens
@@ -85,6 +87,10 @@ class RowAttention:
         self._parts = [_part(span, positions_T.device) for span in spans]
         self._positions_T = positions_T
         self._masks: dict[tuple[int, int | None], Tensor] = {}  # the same in every layer
+        self._states = SpanStates(spans, positions_T.device)
+
+    def carry(self, call: MixerCall) -> None:
+        self._states.carry(call)
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, softcap: float | None,

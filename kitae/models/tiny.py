@@ -11,6 +11,7 @@ from kitae.models.quiet import quiet_transformers
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma3", "mistral")
 MIXTURES = ("qwen3_moe", "mixtral", "gpt_oss")
+HYBRIDS = ("qwen3_5", "lfm2", "bamba", "minimax", "jamba")
 SPECIAL = ("<|pad|>", "<|im_start|>", "<|im_end|>")
 
 CHAT_TEMPLATE = (
@@ -24,7 +25,8 @@ def make_tiny(
 ) -> Path:
     """Write a random model of the given architecture and its tokenizer to `folder`.
 
-    One of `ARCHITECTURES`, or of `MIXTURES`, which have experts.
+    One of `ARCHITECTURES`, of `MIXTURES`, which have experts, or of `HYBRIDS`, in which every other layer carries a
+    state from token to token.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -70,6 +72,11 @@ def _config(architecture: str, vocab: int, hidden: int, layers: int, context: in
         "qwen3_moe": "Qwen3MoeConfig",
         "mixtral": "MixtralConfig",
         "gpt_oss": "GptOssConfig",
+        "qwen3_5": "Qwen3_5TextConfig",
+        "lfm2": "Lfm2Config",
+        "bamba": "BambaConfig",
+        "minimax": "MiniMaxConfig",
+        "jamba": "JambaConfig",
     }
     extra: dict[str, Any] = {}
     if architecture in ("gemma3", "mistral"):
@@ -80,6 +87,8 @@ def _config(architecture: str, vocab: int, hidden: int, layers: int, context: in
         extra |= {"num_local_experts": 4, "num_experts_per_tok": 2}
     if architecture == "gemma3":
         extra["query_pre_attn_scalar"] = 16
+    if architecture in HYBRIDS:
+        extra |= _of_hybrid(architecture, hidden, layers)
     return getattr(transformers, classes[architecture])(
         vocab_size=vocab,
         hidden_size=hidden,
@@ -96,3 +105,21 @@ def _config(architecture: str, vocab: int, hidden: int, layers: int, context: in
         pad_token_id=0,
         **extra,
     )
+
+
+def _of_hybrid(architecture: str, hidden: int, layers: int) -> dict[str, Any]:
+    """Settings of layers that carry a state: the first one does, the second attends, and so on."""
+    first = "conv" if architecture == "lfm2" else "linear_attention"
+    kinds = [(first, "full_attention")[i % 2] for i in range(layers)]
+    head = hidden // 4
+    if architecture == "qwen3_5":
+        heads = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+        return {"layer_types": kinds, "linear_key_head_dim": head, "linear_value_head_dim": head, **heads}
+    if architecture == "bamba":
+        mamba = {"mamba_n_heads": 8, "mamba_d_head": head, "mamba_d_state": 16, "mamba_chunk_size": 16}
+        return {"attn_layer_indices": list(range(1, layers, 2)), "mamba_n_groups": 1, **mamba}
+    if architecture == "jamba":
+        attention = {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 1, "num_experts_per_tok": 1}
+        return {"mamba_d_state": 16, "mamba_dt_rank": 4, **attention}
+    more = {"minimax": {"block_size": 16, "num_local_experts": 2, "num_experts_per_tok": 1}}
+    return {"layer_types": kinds, **more.get(architecture, {})}

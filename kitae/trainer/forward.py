@@ -12,6 +12,7 @@ from torch import Tensor
 from kitae.data.packing import Observed, Row, Span, lay_out, pack
 from kitae.kernels.transfer import send
 from kitae.models.attention_seam import AttentionContext
+from kitae.models.pass_context import carried_on
 from kitae.models.policy import Policy
 from kitae.models.scalar import ScalarModel
 from kitae.trainer.config import LearningConfig
@@ -147,7 +148,7 @@ def checkpoint_activations(policy: Policy, config: LearningConfig) -> None:
 def recompute_layers(model: Any) -> None:
     """Enable activation checkpointing, which has a new name in transformers 5.23."""
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    enable({"use_reentrant": False})
+    enable({"use_reentrant": False, "context_fn": carried_on})
 
 
 @contextmanager

@@ -16,6 +16,8 @@ from kitae.kernels.devices import training_kernels
 from kitae.kernels.exact import exact_attention as exactly
 from kitae.kernels.transfer import send
 from kitae.models.attention_seam import causal_mask, masked_attention
+from kitae.models.span_states import SpanStates
+from kitae.models.state_seam import MixerCall
 
 _MAX_SCORES = 32 * 2**20  # scores held at a time, over all heads of a block
 
@@ -49,6 +51,13 @@ class PackedAttention:
         self.exact = exact
         self._known_reach: exactly.Reach | None = None
         self._spans, self._device, self._heads = spans, device, heads
+
+    def carry(self, call: MixerCall) -> None:
+        self.states.carry(call)
+
+    @functools.cached_property
+    def states(self) -> SpanStates:
+        return SpanStates(self._spans, self._device)
 
     @functools.cached_property
     def plain(self) -> "PackedAttention":

@@ -86,7 +86,9 @@ class NativeEngine:
         self._draft_tokens = DRAFT_TOKENS * config.speculation if draft_tokens is None else draft_tokens
         routers = RouterShape.of(policy.model) if records_experts else None
         eight_bits = config.cache_dtype == "int8"
-        self.cache = KVCache(policy, config.memory_gb, page_size, routers, eight_bits=eight_bits)
+        self.cache = KVCache(
+            policy, config.memory_gb, page_size, routers, eight_bits=eight_bits, sequences=config.max_batch
+        )
         self.scheduler = Scheduler(
             PagePool(self.cache.pages),
             page_size,
@@ -95,6 +97,8 @@ class NativeEngine:
             self.cache.swap_out,
             int(config.host_memory_gb * 2**30 // self.cache.page_bytes),
             self._remember if records_experts else None,
+            PagePool(self.cache.states.slots) if self.cache.states else None,
+            self.cache.slot_pages,
         )
         self.runner = self._make_runner()
         self._launched: deque[_Launched] = deque()

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kitae.engines.native.sequence import SwappedPages
+from kitae.engines.native.state_cache import StateCache
 from kitae.errors import EngineError
 from kitae.models.latent import Latent
 from kitae.models.policy import Policy
@@ -15,6 +16,7 @@ from kitae.models.routing import RouterShape
 from kitae.types import ExpertArray
 
 PAGE_SIZE = 16  # tokens
+_MOST_PAGES = 2**20  # where they are small, or hold nothing because no layer attends
 
 
 class PagePool:
@@ -125,6 +127,9 @@ class KVCache:
     The pool never hands out the page after the last: rows of a batch that hold no sequence write there. Of a mixture
     whose choices are recorded, a page has the experts of its tokens as well, `[pages + 1, page_size, L, K]`: they are
     shared, copied, kept and computed again with the keys and values that they made.
+
+    states: what mixers carry on, in at most half of the memory: two slots for each of `sequences`, one of which may be
+    its prompt's, or as many as fit; None: the model has no mixers.
     """
 
     def __init__(
@@ -135,11 +140,25 @@ class KVCache:
         routers: RouterShape | None = None,
         *,
         eight_bits: bool = False,
+        sequences: int = 16,
     ) -> None:
+        memory = memory_gb * 2**30
+        self.states: StateCache | None = None
+        self.slot_bytes = StateCache.bytes_of(policy)
+        if self.slot_bytes:
+            slots = min(2 * sequences, int(memory / 2) // self.slot_bytes - 1)
+            if slots < 2:
+                raise EngineError(
+                    f"half of engine.memory_gb must hold at least three states of {self.slot_bytes / 2**20:.1f} MiB, "
+                    f"got {memory_gb:g} GB"
+                )
+            self.states = StateCache(policy, slots)
+            memory -= (slots + 1) * self.slot_bytes
         calls = policy.attended()
         self.latents = [None if policy.exact else call.latent for call in calls]
         self.sizes = [c.size if x is None else x.size for c, x in zip(calls, self.latents, strict=True)]
-        self.like = torch.empty(0, min(call.size[1] for call in calls), dtype=policy.dtype, device=policy.device)
+        width = min((call.size[1] for call in calls), default=policy.head_dim)
+        self.like = torch.empty(0, width, dtype=policy.dtype, device=policy.device)
         of_number = 1 if eight_bits else self.like.element_size()
         of_tokens = (
             (2 if latent is None else 1) * heads * (dim * of_number + (4 if eight_bits else 0))
@@ -147,8 +166,8 @@ class KVCache:
         )
         page_bytes = page_size * sum(of_tokens)
         page_bytes += page_size * routers.bytes if routers else 0
-        self.page_bytes = page_bytes
-        self.pages = int(memory_gb * 2**30 // page_bytes)
+        self.page_bytes = max(1, page_bytes)
+        self.pages = min(int(memory // self.page_bytes), _MOST_PAGES)
         if self.pages < 2:
             raise EngineError(
                 f"engine.memory_gb must hold at least two pages of {page_bytes / 2**20:.1f} MiB, got {memory_gb:g} GB"
@@ -165,6 +184,8 @@ class KVCache:
         return len(set(self.sizes)) == 1
 
     def allocate(self) -> None:
+        if self.states:
+            self.states.allocate()
         self.keys: list[Pages] = []
         self.values: list[Pages] = []
         self._by_page: list[tuple[Tensor, int]] = []  # all that pages hold, and the dimension along which they lie
@@ -194,6 +215,8 @@ class KVCache:
 
     def free(self) -> None:
         """Free the memory. Its contents are lost, and runners that have used it must be made again."""
+        if self.states:
+            self.states.free()
         self.keys, self.values, self.experts, self._by_page = [], [], None, []
 
     def copy_pages(self, source: list[int], target: list[int]) -> None:
@@ -204,17 +227,26 @@ class KVCache:
         for tensor, dim in self._by_page:
             tensor.index_copy_(dim, there, tensor.index_select(dim, here))
 
-    def swap_out(self, pages: list[int]) -> SwappedPages:
-        """Copy pages to the memory of the host. They may be reused at once, since the device works in order."""
+    @property
+    def slot_pages(self) -> int:
+        """How many pages take as much memory as a slot."""
+        return -(-self.slot_bytes // self.page_bytes)
+
+    def swap_out(self, pages: list[int], slot: int | None = None) -> SwappedPages:
+        """Copy pages and a slot to the memory of the host. They may be reused at once, since the device works in
+        order."""
         here = torch.tensor(pages, device=self.like.device)
         found = []
         for tensor, dim in self._by_page:
             picked = tensor.index_select(dim, here)
             host = torch.empty(picked.shape, dtype=picked.dtype, pin_memory=picked.is_cuda)
             found.append(host.copy_(picked, non_blocking=True))
-        return SwappedPages(len(pages), tuple(found))
+        states = self.states.swap_out(slot) if self.states and slot is not None else ()
+        return SwappedPages(len(pages), tuple(found), states, len(pages) + self.slot_pages)
 
-    def swap_in(self, swapped: SwappedPages, pages: list[int]) -> None:
+    def swap_in(self, swapped: SwappedPages, pages: list[int], slot: int | None = None) -> None:
+        if self.states and slot is not None:
+            self.states.swap_in(swapped.states, slot)
         there = torch.tensor(pages, device=self.like.device)
         for (tensor, dim), host in zip(self._by_page, swapped.tensors, strict=True):
             tensor.index_copy_(dim, there, host.to(tensor.device, non_blocking=True))

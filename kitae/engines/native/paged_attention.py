@@ -7,12 +7,14 @@ import torch
 from torch import Tensor
 
 from kitae.engines.native.page_cache import Kept, KVCache, Pages
+from kitae.engines.native.state_cache import PromptStates, StepStates
 from kitae.kernels.base import DecodingKernels, SpanKernels, SpanTable
 from kitae.kernels.cuda import flash
 from kitae.kernels.devices import training_kernels
 from kitae.kernels.exact.exact_attention import Reach, attend
 from kitae.models.attention_seam import causal_mask, masked_attention
 from kitae.models.latent import SeesLatents
+from kitae.models.state_seam import MixerCall
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,13 +34,25 @@ class PrefillAttention(SeesLatents):
     nothing is in the cache yet, of the kernels of training.
     """
 
-    def __init__(self, cache: KVCache, stretches: list[Stretch], page_of_T: Tensor, slot_of_T: Tensor) -> None:
+    def __init__(
+        self,
+        cache: KVCache,
+        stretches: list[Stretch],
+        page_of_T: Tensor,
+        slot_of_T: Tensor,
+        states: PromptStates | None = None,
+    ) -> None:
         self.cache, self.calls = cache, cache.calls()
+        self.states = states
         self.stretches = stretches
         self.page_of_T = page_of_T
         self.slot_of_T = slot_of_T
         self.stored = False  # keys and values are in the pages already
         self.flash = _FlashLayout.of(cache, stretches) if flash.available(cache.like) else None
+
+    def carry(self, call: MixerCall) -> None:
+        assert self.states is not None
+        self.states.carry(call)
 
     @functools.cached_property
     def spans(self) -> tuple[SpanKernels, SpanTable] | None:
@@ -142,8 +156,16 @@ class _FlashLayout:
 class DecodeAttention(SeesLatents):
     """One new token for each of B sequences; `lengths` counts it."""
 
-    def __init__(self, cache: KVCache, table: Tensor, lengths: Tensor, kernels: DecodingKernels | None) -> None:
+    def __init__(
+        self,
+        cache: KVCache,
+        table: Tensor,
+        lengths: Tensor,
+        kernels: DecodingKernels | None,
+        states: StepStates | None = None,
+    ) -> None:
         self.cache, self.calls = cache, cache.calls()
+        self.states = states
         self.table = table
         self.lengths = lengths
         self.kernels = kernels
@@ -152,6 +174,10 @@ class DecodeAttention(SeesLatents):
             self.page = table.gather(1, (last // cache.page_size)[:, None])[:, 0].long()
             self.slot = last % cache.page_size
             self.positions = torch.arange(table.shape[1] * cache.page_size, device=table.device)
+
+    def carry(self, call: MixerCall) -> None:
+        assert self.states is not None
+        self.states.carry(call)
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, softcap: float | None,

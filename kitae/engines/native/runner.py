@@ -1,7 +1,8 @@
 """Turn the scheduler's plan into tensors, run the policy's modules, and sample."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import NoReturn
 
 import numpy as np
@@ -13,6 +14,7 @@ from kitae.engines.native.page_cache import KVCache
 from kitae.engines.native.paged_attention import DecodeAttention, ExactAttention, PrefillAttention, Stretch
 from kitae.engines.native.scheduler import Admission
 from kitae.engines.native.sequence import Decoding, Sketch
+from kitae.engines.native.state_cache import Follows, PromptStates, StepStates
 from kitae.engines.proof import directions, sketch
 from kitae.errors import EngineError
 from kitae.kernels.devices import decoding_kernels
@@ -28,6 +30,19 @@ Drawn = tuple[list[int], list[float], list[Sketch]]
 Result = Callable[[], Drawn]
 
 
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Tokens of a sequence, to be computed from `start` on, with the pages of all of them. before, after: the slots of
+    what mixers carry on, from the tokens before the piece and after it."""
+
+    tokens: tuple[int, ...]
+    start: int
+    pages: list[int]
+    before: int | None
+    after: int | None
+    adapter: Adapter | None
+
+
 class ModelRunner:
     """The reference: every step runs the policy's modules and is done when it returns."""
 
@@ -41,20 +56,21 @@ class ModelRunner:
     ) -> None:
         """plain: no compiled kernels, only torch.
 
-        draft_tokens: of each sequence, where few are decoded; none in a mixture, where each row reads weights. proves:
-        results have the sketch of each state.
+        draft_tokens: of each sequence, where few are decoded; none in a mixture, where each row reads weights, and none
+        with mixers, whose states do not forget a rejected one. proves: results have the sketch of each state.
         """
         self.policy = policy
         self.cache = cache
         self.device = policy.device
         self.directions = directions(policy.head.weight.shape[1], policy.device) if proves else None
-        self.draft_tokens = 0 if any(map(is_router, policy.model.modules())) else draft_tokens
+        self.draft_tokens = 0 if cache.states or any(map(is_router, policy.model.modules())) else draft_tokens
         self._weight_bytes = sum(p.numel() * p.element_size() for p in policy.model.parameters())
         self.kernels = None
         if not plain and cache.is_even:
             self.kernels = decoding_kernels(policy.device, policy.dtype, cache.sizes[0][1])
         self.adapters = RowAdapters(policy.device)
         self._routers = [] if cache.experts is None else routers_of(policy.model)
+        self._step_states: StepStates | None = None  # of the step that is computed
 
     def weights_changed(self) -> None:
         """Called after every weight update."""
@@ -64,12 +80,29 @@ class ModelRunner:
 
     def prefill(self, admission: Admission) -> Result:
         """Compute new prompts, compute or swap in preempted tails, and sample the first token of fresh sequences."""
-        self._compute_prompts(admission)
+        states, size = self.cache.states, self.cache.page_size
+        prompts = [
+            _Piece(p.tokens, p.start, p.pages, p.slot if p.start else None, p.slot, p.adapter)
+            for p in admission.prefixes
+        ]
+        # From the last shared page border on: the tail of the prompt goes into the sequence's own page again. Mixers
+        # go on from the end of the prompt alone, which must be computed before.
+        tails = [
+            _Piece((*s.request.prompt_tokens, *s.tokens[:-1]), start, s.pages, s.slot, s.slot, s.adapter)
+            for s in admission.resumed
+            if s.swapped is None and s.cached > (start := s.prompt_length if states else s.prompt_length // size * size)
+        ]
+        ends = self._compute(prompts if states else prompts + tails)
+        for prefix, end in zip(admission.prefixes, ends, strict=False):
+            prefix.hidden = end.clone()
         for s in admission.resumed:
             if s.swapped is not None:
-                first = s.prompt_length // self.cache.page_size
-                self.cache.swap_in(s.swapped, s.pages[first : first + s.swapped.pages])
+                first = s.prompt_length // size
+                self.cache.swap_in(s.swapped, s.pages[first : first + s.swapped.pages], s.slot)
         self.cache.copy_pages([a for a, _ in admission.copies], [b for _, b in admission.copies])
+        if states:
+            states.copy([a for a, _ in admission.branches], [b for _, b in admission.branches])
+            self._compute(tails)
         if not admission.fresh:
             return lambda: ([], [], [])
         prefixes = list(dict.fromkeys(s.prefix for s in admission.fresh))
@@ -79,44 +112,40 @@ class ModelRunner:
         rows = torch.tensor([row_of[id(s.prefix)] for s in admission.fresh], device=self.device)
         return self._sample(logits[rows], admission.fresh, hidden[rows])
 
-    def _compute_prompts(self, admission: Admission) -> None:
+    def _compute(self, pieces: Sequence["_Piece"]) -> list[Tensor]:
+        """Compute all of them in one row, with their keys, values and states; returns the last hidden state of each."""
+        if not pieces:
+            return []
         page_size = self.cache.page_size
-        tokens: list[int] = []
-        positions: list[int] = []
         stretches: list[Stretch] = []
-        pages_of_T: list[int] = []
-        adapters: list[Adapter | None] = []
-
-        def add(sequence_tokens: tuple[int, ...], start: int, pages: list[int], adapter: Adapter | None) -> None:
-            end = len(sequence_tokens)
-            adapters.extend([adapter] * (end - start))
-            stretches.append(Stretch(len(tokens), end - start, start, pages))
-            tokens.extend(sequence_tokens[start:])
-            positions.extend(range(start, end))
-            pages_of_T.extend(pages[t // page_size] for t in range(start, end))
-
-        for prefix in admission.prefixes:
-            add(prefix.tokens, prefix.start, prefix.pages, prefix.adapter)
-        for s in admission.resumed:
-            if s.swapped is not None:
-                continue
-            # From the last shared page border on: the tail of the prompt goes into the sequence's own page again.
-            start = s.prompt_length // page_size * page_size
-            if s.cached > start:
-                add((*s.request.prompt_tokens, *s.tokens[:-1]), start, s.pages, s.adapter)
-        if not stretches:
-            return
-        positions_T = torch.tensor(positions, device=self.device)
-        places = torch.tensor(pages_of_T, device=self.device), positions_T % page_size
-        context: PrefillAttention | ExactAttention = PrefillAttention(self.cache, stretches, *places)
+        row = 0
+        for piece in pieces:
+            stretches.append(Stretch(row, len(piece.tokens) - piece.start, piece.start, piece.pages))
+            row += stretches[-1].length
+        tokens_T = torch.tensor([token for p in pieces for token in p.tokens[p.start :]], device=self.device)
+        positions = [(p.pages, t) for p in pieces for t in range(p.start, len(p.tokens))]
+        positions_T = torch.tensor([t for _, t in positions], device=self.device)
+        pages_T = torch.tensor([pages[t // page_size] for pages, t in positions], device=self.device)
+        places = pages_T, positions_T % page_size
+        context: PrefillAttention | ExactAttention
         if self.policy.exact:
             runs = [(s.row, s.length, s.start, s.pages) for s in stretches]
             group = self.policy.heads // self.policy.kv_heads
             context = ExactAttention(self.cache, Reach.of(runs, page_size, group, self.device), *places)
+        else:
+            context = PrefillAttention(self.cache, stretches, *places, self._follow(pieces, stretches))
+        adapters = [p.adapter for p in pieces for _ in p.tokens[p.start :]]
         with self.recording(*places), using(self.adapters.of(adapters)):
-            hidden = self._prompt_states(torch.tensor(tokens, device=self.device), positions_T, context)
-        for prefix, stretch in zip(admission.prefixes, stretches, strict=False):
-            prefix.hidden = hidden[stretch.row + stretch.length - 1].clone()
+            hidden = self._prompt_states(tokens_T, positions_T, context)
+        return [hidden[s.row + s.length - 1] for s in stretches]
+
+    def _follow(self, pieces: Sequence["_Piece"], stretches: list[Stretch]) -> PromptStates | None:
+        """How mixers compute these pieces."""
+        if self.cache.states is None:
+            return None
+        both = zip(pieces, stretches, strict=True)
+        parts = [Follows(s.row, s.length, p.before, p.after) for p, s in both if p.after is not None]
+        return PromptStates(self.cache.states, parts, self.device)
 
     def _prompt_states(
         self, tokens_T: Tensor, positions_T: Tensor, context: PrefillAttention | ExactAttention
@@ -143,6 +172,9 @@ class ModelRunner:
             row[: len(s.pages)] = s.pages
         lengths_B = torch.from_numpy(lengths).to(self.device)
         tokens_B = torch.tensor([token for text in texts for token in text], device=self.device)
+        if self.cache.states:
+            slots_B = torch.tensor([s.slot for s, _ in rows], device=self.device)
+            self._step_states = StepStates(self.cache.states, slots_B)
         with using(self.adapters.of([s.adapter for s, _ in rows])):
             hidden = self._decode_states(tokens_B, lengths_B, torch.from_numpy(table).to(self.device))
         drawn = self._sample(self._logits(hidden), [s for s, _ in rows], hidden, [i for _, i in rows])
@@ -151,7 +183,9 @@ class ModelRunner:
     def _decode_states(self, tokens_B: Tensor, lengths_B: Tensor, table: Tensor) -> Tensor:
         size, last_B = self.cache.page_size, lengths_B.long() - 1
         page_B = table.gather(1, (last_B // size)[:, None])[:, 0].long()
-        context: DecodeAttention | ExactAttention = DecodeAttention(self.cache, table, lengths_B, self.kernels)
+        context: DecodeAttention | ExactAttention = DecodeAttention(
+            self.cache, table, lengths_B, self.kernels, self._step_states
+        )
         if self.policy.exact:
             context = ExactAttention(self.cache, Reach.of_last(table, lengths_B, size), page_B, last_B % size)
         with self.recording(page_B, last_B % size):

@@ -28,6 +28,7 @@ class Admission:
     fresh: list[Decoding] = field(default_factory=list)
     resumed: list[Decoding] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
+    branches: list[tuple[int, int]] = field(default_factory=list)  # slots of prompts, and of sequences that begin there
     tokens: int = 0
 
     @property
@@ -38,8 +39,9 @@ class Admission:
 class Scheduler:
     """Assigns pages and batch slots to sequences.
 
-    swap_out: copies pages to the host, which has room for `host_pages` of them. before_preemption: called with a
-    sequence before its pages are taken.
+    swap_out: copies pages and a slot to the host, which has room for `host_pages`, of which a slot takes `slot_pages`.
+    before_preemption: called with a sequence before its pages are taken. slots: of what mixers carry on; None: the
+    model has none.
     """
 
     def __init__(
@@ -48,11 +50,15 @@ class Scheduler:
         page_size: int,
         max_batch: int,
         prefill_tokens: int,
-        swap_out: Callable[[list[int]], SwappedPages] | None = None,
+        swap_out: Callable[[list[int], int | None], SwappedPages] | None = None,
         host_pages: int = 0,
         before_preemption: Callable[[Decoding], None] | None = None,
+        slots: PagePool | None = None,
+        slot_pages: int = 0,
     ) -> None:
         self.pool = pool
+        self.slots = slots
+        self._slot_pages = slot_pages
         self.page_size = page_size
         self.max_batch = max_batch
         self.prefill_tokens = prefill_tokens
@@ -108,15 +114,16 @@ class Scheduler:
         work = (0 if prefix else sequence.prompt_length - len(kept.tokens)) + again
         # Every running sequence may need a page soon; without this reserve admission and preemption would alternate.
         reserve = min(len(self.running), self.pool.total // 8)
-        while own + prompt + reserve > self.pool.free:
+        slots = 1 if prefix or found else 2
+        while own + prompt + reserve > self.pool.free or (self.slots and self.slots.free < slots):
             if not self._drop_session(but=found):
                 return False
         if admission.any and admission.tokens + work > self.prefill_tokens:
             return False
         if prefix is None:
             self.session_prefixes.pop(sequence.request.session, None)
-            pages = kept.pages + self.pool.take(prompt)
-            prefix = Prefix(sequence.key, pages, len(kept.tokens), adapter=sequence.adapter)
+            pages, slot = kept.pages + self.pool.take(prompt), kept.slot if found else self._take_slot()
+            prefix = Prefix(sequence.key, pages, len(kept.tokens), adapter=sequence.adapter, slot=slot)
             self.prefixes[sequence.key] = prefix
             admission.prefixes.append(prefix)
             self.prompt_tokens += sequence.prompt_length - len(kept.tokens)
@@ -127,14 +134,23 @@ class Scheduler:
         self.pool.share(full)
         sequence.prefix = prefix
         sequence.pages = full + self.pool.take(own)
+        sequence.slot = self._take_slot()
         admission.tokens += work
-        if sequence.tokens:
-            admission.resumed.append(sequence)
-        else:
-            admission.fresh.append(sequence)
+        (admission.resumed if sequence.tokens else admission.fresh).append(sequence)
+        # With mixers a tail can be computed from the end of the prompt on alone.
+        if not sequence.swapped and (self.slots or not sequence.tokens):
             if sequence.prompt_length % self.page_size:
                 admission.copies.append((prefix.pages[shared], sequence.pages[shared]))
+            if sequence.slot is not None and prefix.slot is not None:
+                admission.branches.append((prefix.slot, sequence.slot))
         return True
+
+    def _take_slot(self) -> int | None:
+        return self.slots.take(1)[0] if self.slots else None
+
+    def _release_slot(self, slot: int | None) -> None:
+        if self.slots and slot is not None:
+            self.slots.release([slot])
 
     def grow(self, ahead: int = 1, *, preempt: bool = True) -> bool:
         """Give every running sequence pages for its next `ahead` tokens; returns whether all have them.
@@ -174,9 +190,10 @@ class Scheduler:
         if self._before_preemption:
             self._before_preemption(victim)
         own = victim.pages[victim.prompt_length // self.page_size : self._pages(victim.cached)]
-        if self._swap_out and victim.tokens and not again and 0 < len(own) <= self.host_pages:
-            self.host_pages -= len(own)
-            victim.swapped = self._swap_out(own)
+        room = len(own) + self._slot_pages
+        if self._swap_out and victim.tokens and not again and own and room <= self.host_pages:
+            self.host_pages -= room
+            victim.swapped = self._swap_out(own, victim.slot)
         self._release_pages(victim)
         self.waiting.appendleft(victim)
 
@@ -189,7 +206,7 @@ class Scheduler:
     def forget_swapped(self, sequence: Decoding) -> None:
         """Free the copy on the host, which is back in the cache or of no use."""
         if sequence.swapped is not None:
-            self.host_pages += sequence.swapped.pages
+            self.host_pages += sequence.swapped.room
             sequence.swapped = None
 
     def _fail(self, sequence: Decoding) -> None:
@@ -222,8 +239,8 @@ class Scheduler:
         tokens = (*sequence.request.prompt_tokens, *sequence.tokens)[: sequence.cached]
         held = self._pages(len(tokens))
         self._drop_session(session=sequence.request.session)
-        self.session_prefixes[sequence.request.session] = SessionPrefix(tokens, sequence.pages[:held])
-        sequence.pages = sequence.pages[held:]
+        self.session_prefixes[sequence.request.session] = SessionPrefix(tokens, sequence.pages[:held], sequence.slot)
+        sequence.pages, sequence.slot = sequence.pages[held:], None
 
     def _session_prefix(self, sequence: Decoding) -> SessionPrefix | None:
         """What the cache keeps of the request's session, where the prompt begins with it; else that is freed."""
@@ -241,6 +258,7 @@ class Scheduler:
         for name, kept in self.session_prefixes.items():
             if kept is not but and session in (None, name):
                 self.pool.release(self.session_prefixes.pop(name).pages)
+                self._release_slot(kept.slot)
                 return True
         return False
 
@@ -265,10 +283,12 @@ class Scheduler:
         prefix = self.prefixes.pop(key, None)
         if prefix is not None:
             self.pool.release(prefix.pages)
+            self._release_slot(prefix.slot)
 
     def _release_pages(self, sequence: Decoding) -> None:
         self.pool.release(sequence.pages)
-        sequence.pages = []
+        self._release_slot(sequence.slot)
+        sequence.pages, sequence.slot = [], None
         sequence.prefix = None
 
     def _pages(self, tokens: int) -> int:

@@ -20,7 +20,8 @@ class Prefix:
     """A prompt that is computed once. It holds one reference to each of its pages while requests may still join.
 
     `hidden` is the last hidden state of the prompt, from which every sample draws its first token. The pages hold the
-    first `start` tokens already, where a session's cache begins the prompt.
+    first `start` tokens already, where a session's cache begins the prompt. slot: of what mixers carry on from its end,
+    where the model has mixers; until the prompt is computed, from its first `start` tokens.
     """
 
     key: PrefixKey
@@ -28,6 +29,7 @@ class Prefix:
     start: int = 0
     hidden: Tensor | None = None
     adapter: Adapter | None = None
+    slot: int | None = None
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -36,18 +38,23 @@ class Prefix:
 
 @dataclass(frozen=True, slots=True)
 class SessionPrefix:
-    """What the cache keeps of a session until its next request: the tokens, and the pages that hold them."""
+    """What the cache keeps of a session until its next request: the tokens, and the pages and the slot that hold
+    them."""
 
     tokens: tuple[int, ...]
     pages: list[int]
+    slot: int | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SwappedPages:
-    """The contents of pages in the memory of the host: keys and values, their scales, and experts."""
+    """The contents of pages in the memory of the host: keys and values, their scales, and experts; and what mixers
+    carry on. room: how many pages take as much memory."""
 
     pages: int
     tensors: tuple[Tensor, ...]
+    states: tuple[Tensor, ...]
+    room: int
 
 
 @dataclass(slots=True, eq=False)
@@ -68,6 +75,7 @@ class Decoding:
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)
+    slot: int | None = None
     prefix: Prefix | None = None
     swapped: SwappedPages | None = None
     experts: ExpertArray | None = None

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from kitae.errors import ConfigError
 from kitae.models.policy import Policy
+from kitae.models.state_seam import mixers_of
 from kitae.trainer.collective_ops import Distributed
 
 Offload = Literal["none", "optimizer", "all"]
@@ -61,6 +62,11 @@ class Parallel:
     def check(self, policy: Policy) -> None:
         """Raise unless this model's heads can be divided over the ranks."""
         name, tensor, sequence = policy.source, self.tensor, self.sequence
+        if self.peers > 1 and mixers_of(policy.model):
+            raise ConfigError(
+                f"cluster.tensor and cluster.sequence must be 1 for {name}, whose layers carry a state through a whole "
+                f"row; got {tensor} and {sequence}"
+            )
         if policy.kv_heads % tensor:
             raise ConfigError(
                 f"cluster.tensor must divide the key-value heads of {name}, {policy.kv_heads}; got tensor = {tensor}"

@@ -20,7 +20,7 @@ from kitae.engines.config import EngineConfig
 from kitae.engines.native.engine import NativeEngine
 from kitae.errors import EngineError, RequestError
 from kitae.models.policy import Policy
-from kitae.models.tiny import ARCHITECTURES
+from kitae.models.tiny import ARCHITECTURES, HYBRIDS
 
 TinyPolicy = Callable[..., Policy]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40)
@@ -32,8 +32,10 @@ def prompts(count: int, seed: int = 0) -> list[tuple[int, ...]]:
 
 
 PATHS = [pytest.param(name, False, id=f"{name}-kernels") for name in ARCHITECTURES] + [
-    pytest.param(name, True, id=f"{name}-plain", marks=() if name in ("llama", "gemma3") else pytest.mark.slow)
-    for name in ARCHITECTURES
+    pytest.param(
+        name, True, id=f"{name}-plain", marks=() if name in ("llama", "gemma3", *HYBRIDS) else pytest.mark.slow
+    )
+    for name in (*ARCHITECTURES, *HYBRIDS)
 ]
 
 
@@ -287,7 +289,7 @@ def test_a_freed_cache_changes_nothing_but_memory(tiny_policy: TinyPolicy) -> No
 
 
 @pytest.mark.thorough(keep=2)
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", (*ARCHITECTURES, *HYBRIDS))
 def test_suspended_and_recomputed_sequences_go_on_as_if_nothing_had_happened(
     architecture: str, tiny_policy: TinyPolicy
 ) -> None:

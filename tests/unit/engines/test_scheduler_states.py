@@ -23,10 +23,13 @@ class Machine:
         self.size = rng.choice([1, 2, 4, 8])
         self.host = rng.choice([0, 1, 3, 10, 1000])
         self.pool = PagePool(rng.randrange(6, 40) * 8 // self.size)
+        self.slots = rng.choice([None, PagePool(rng.randrange(2, 12))])
         self.scheduler = Scheduler(
-            self.pool, self.size, rng.randrange(1, 8), rng.choice([16, 64]), self.swap_out, self.host
-        )
+            self.pool, self.size, rng.randrange(1, 8), rng.choice([16, 64]), self.swap_out, self.host, None, self.slots,
+            rng.randrange(3) if self.slots else 0,
+        )  # fmt: skip
         self.pages: dict[int, Held] = {}
+        self.states: dict[int, tuple[int, tuple[int, ...]]] = {}  # (epoch, tokens) of each slot
         self.prompts = [self.some(rng.choice([1, 2, 4, 7, 8, 9, 16])) for _ in range(3)]
         self.said: dict[str, tuple[int, ...]] = {}
         self.epoch = self.asked = self.ended = 0
@@ -35,8 +38,17 @@ class Machine:
     def some(self, count: int) -> tuple[int, ...]:
         return tuple(self.rng.randrange(1000) for _ in range(count))
 
-    def swap_out(self, pages: list[int]) -> Any:
-        return SwappedPages(len(pages), tuple(list(self.pages[page]) for page in pages))
+    def swap_out(self, pages: list[int], slot: int | None) -> Any:
+        kept: Any = tuple(list(self.pages[page]) for page in pages)
+        state: Any = () if slot is None else self.states[slot]
+        return SwappedPages(len(pages), kept, state, len(pages) + self.scheduler._slot_pages)
+
+    def carry(self, tokens: tuple[int, ...], start: int, before: int | None, after: int | None) -> None:
+        """What mixers do with tokens from `start` on: they go on from the state of all tokens before, and no other."""
+        if after is None:
+            return
+        assert (self.states[before] if before is not None else (self.epoch, ())) == (self.epoch, tokens[:start])
+        self.states[after] = (self.epoch, tokens)
 
     def write(self, tokens: tuple[int, ...], start: int, pages: list[int]) -> None:
         for t in range(start, len(tokens)):
@@ -69,22 +81,37 @@ class Machine:
         if (admission := self.scheduler.admit()).any:
             for prefix in admission.prefixes:
                 self.write(prefix.tokens, prefix.start, prefix.pages)
-            for s in admission.resumed:
-                first = s.prompt_length // self.size
-                if s.swapped is None:
-                    self.write(self.tokens(s)[:-1], first * self.size, s.pages)
-                else:
-                    self.pages |= zip(s.pages[first:], map(list, s.swapped.tensors), strict=False)
+                self.carry(prefix.tokens, prefix.start, prefix.slot if prefix.start else None, prefix.slot)
+            if not self.slots:
+                self.resume(admission.resumed)
             for source, target in admission.copies:
                 self.pages[target] = list(self.pages[source])
+            for source, target in admission.branches:
+                self.states[target] = self.states[source]
+            if self.slots:
+                self.resume(admission.resumed)
             self.scheduler.note_swapped_in(admission.resumed)
             self.sample(admission.fresh)
         else:
             self.scheduler.grow()
             for s in self.scheduler.running:
                 self.write(self.tokens(s)[: s.cached + 1], s.cached, s.pages)
+                self.carry(self.tokens(s)[: s.cached + 1], s.cached, s.slot, s.slot)
                 self.check(s)
             self.sample(list(self.scheduler.running))
+
+    def resume(self, resumed: list[Decoding]) -> None:
+        for s in resumed:
+            first = s.prompt_length // self.size
+            if s.swapped is not None:
+                self.pages |= zip(s.pages[first:], map(list, s.swapped.tensors), strict=False)
+                if s.slot is not None:
+                    self.states[s.slot] = s.swapped.states  # type: ignore[assignment]
+            elif self.slots:
+                self.write(self.tokens(s)[:-1], s.prompt_length, s.pages)
+                self.carry(self.tokens(s)[:-1], s.prompt_length, s.slot, s.slot)
+            else:
+                self.write(self.tokens(s)[:-1], first * self.size, s.pages)
 
     def check(self, s: Decoding) -> None:
         assert self.pool._holders[s.pages[s.cached // self.size]] == 1, "somebody else reads what is written"
@@ -122,7 +149,7 @@ class Machine:
             self.pages.clear()
 
     def swapped(self) -> int:
-        return sum(s.swapped.pages for s in self.scheduler.waiting if s.swapped)
+        return sum(s.swapped.room for s in self.scheduler.waiting if s.swapped)
 
     @staticmethod
     def tokens(s: Decoding) -> tuple[int, ...]:
@@ -144,3 +171,4 @@ def test_a_sequence_reads_its_own_tokens_and_all_comes_back(seed: int) -> None:
     machine.scheduler.forget_sessions()
     assert machine.ended == machine.asked
     assert machine.pool.free == machine.pool.total and machine.scheduler.host_pages == machine.host
+    assert not machine.slots or machine.slots.free == machine.slots.total

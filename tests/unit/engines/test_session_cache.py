@@ -16,7 +16,7 @@ from kitae.engines.engine_pool import EnginePool
 from kitae.engines.fake import FakeEngine
 from kitae.engines.native.engine import NativeEngine
 from kitae.models.policy import Policy
-from kitae.models.tiny import ARCHITECTURES
+from kitae.models.tiny import ARCHITECTURES, HYBRIDS
 
 TinyPolicy = Callable[..., Policy]
 
@@ -62,7 +62,7 @@ def assert_same(found: list[list[Completion]], expected: list[list[Completion]])
 
 @pytest.mark.thorough(keep=3)
 @pytest.mark.parametrize("plain", [False, True], ids=["kernels", "plain"])
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", (*ARCHITECTURES, *HYBRIDS))
 def test_a_kept_cache_gives_the_same_answers_for_less_work(
     architecture: str, plain: bool, tiny_policy: TinyPolicy
 ) -> None:

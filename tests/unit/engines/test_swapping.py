@@ -12,7 +12,7 @@ from test_native_engine import generate, pages_gb, prompts, with_engine
 
 from kitae.engines.base import Completion, Request, SamplingParams, WeightUpdate
 from kitae.engines.native.engine import NativeEngine
-from kitae.engines.native.runner import ModelRunner
+from kitae.engines.native.runner import ModelRunner, Result
 from kitae.engines.native.scheduler import Admission
 from kitae.models.policy import Policy
 
@@ -23,14 +23,14 @@ TinyPolicy = Callable[..., Policy]
 def again(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """How many preempted sequences were computed again, admission by admission."""
     found: list[int] = []
-    plain = ModelRunner._compute_prompts
+    plain = ModelRunner.prefill
 
-    def counted(self: ModelRunner, admission: Admission) -> None:
+    def counted(self: ModelRunner, admission: Admission) -> Result:
         found.append(sum(s.swapped is None for s in admission.resumed))
-        plain(self, admission)
+        return plain(self, admission)
 
     with monkeypatch.context() as patch:
-        patch.setattr(ModelRunner, "_compute_prompts", counted)
+        patch.setattr(ModelRunner, "prefill", counted)
         yield found
 
 

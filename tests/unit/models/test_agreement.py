@@ -106,12 +106,17 @@ def test_an_index_of_tokens_bounds_the_context(tmp_path: Path) -> None:
     assert load_policy(ModelConfig(path=str(tmp_path), dtype="float32", device="cpu")).max_context == 50
 
 
-def test_activations_of_an_older_family_cannot_be_computed_again(tmp_path: Path) -> None:
-    make_small("gpt_neo", tmp_path)
+@pytest.mark.parametrize("family", ["gpt_neo", "jamba"])
+def test_activations_are_computed_again_where_no_keyword_comes(family: str, tmp_path: Path) -> None:
+    make_small(family, tmp_path)
     policy = load_policy(ModelConfig(path=str(tmp_path), dtype="float32", device="cpu"))
-    recompute_layers(policy.model)
-    policy.model.train()
-    row = torch.arange(12)
-    hidden = policy.hidden(row, row, SelfAttention(row))
-    with pytest.raises(ModelError, match=r"training\.checkpoint_activations must be off"):
-        hidden.sum().backward()
+    row, found = torch.arange(12), []
+    for again in (False, True):
+        if again:
+            recompute_layers(policy.model)
+            policy.model.train()
+        policy.model.zero_grad()
+        policy.hidden(row, row, SelfAttention(row)).square().sum().backward()
+        found.append([p.grad.clone() for p in policy.model.parameters() if p.grad is not None])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b)

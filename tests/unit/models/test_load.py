@@ -12,7 +12,7 @@ from typing import Any
 import gguf
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, FalconH1Config, Qwen3NextConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kitae.errors import ModelError
 from kitae.models.classifier import export_scalar
@@ -31,7 +31,8 @@ from kitae.models.load import (
 )
 from kitae.models.policy import Policy
 from kitae.models.scalar import ScalarModel
-from kitae.models.tiny import ARCHITECTURES
+from kitae.models.state_seam import MixerCache, mixers_of
+from kitae.models.tiny import ARCHITECTURES, HYBRIDS
 
 TinyPolicy = Callable[..., Policy]
 
@@ -200,33 +201,22 @@ def test_unknown_head_is_refused(tiny_policy: TinyPolicy) -> None:
         policy.check_head()
 
 
-def test_layers_that_carry_a_state_are_refused(tiny_folder: Callable[[str], Path], tmp_path: Path) -> None:
-    """Gated delta rules of Qwen3-Next: a packed row would mix its sequences, and the engine has no place for them."""
-    config = Qwen3NextConfig(
-        vocab_size=259, hidden_size=64, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
-        num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, shared_expert_intermediate_size=32,
-        linear_num_value_heads=2, linear_num_key_heads=2, linear_key_head_dim=16, linear_value_head_dim=16,
-    )  # fmt: skip
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    AutoTokenizer.from_pretrained(tiny_folder("llama")).save_pretrained(tmp_path)
-    message = "every layer of Qwen3NextForCausalLM must attend, got 3 of 4 that carry a state of their own"
-    with pytest.raises(ModelError, match=message):
-        load_policy(ModelConfig(path=str(tmp_path), dtype="float32", device="cpu"))
+@pytest.mark.parametrize("architecture", HYBRIDS)
+def test_a_state_that_nobody_resets_is_refused(architecture: str, tiny_policy: TinyPolicy) -> None:
+    """A packed row would mix its sequences, and the engine would lose it."""
+    policy = tiny_policy(architecture)
+    policy.check_layers()
+    for mixer in mixers_of(policy.model):
+        del mixer.forward  # it no longer asks the context
+    with pytest.raises(ModelError, match="must see other tokens through attention alone, got one that carries a state"):
+        policy.check_layers()
 
 
-def test_a_state_beside_attention_is_refused(tiny_folder: Callable[[str], Path], tmp_path: Path) -> None:
-    """The layers of Falcon-H1 do both."""
-    config = FalconH1Config(
-        vocab_size=259, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, mamba_d_ssm=64, mamba_n_heads=4, mamba_d_head=16, mamba_d_state=16, mamba_chunk_size=16,
-    )  # fmt: skip
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    AutoTokenizer.from_pretrained(tiny_folder("llama")).save_pretrained(tmp_path)
-    message = (
-        "FalconH1ForCausalLM must see other tokens through attention alone, got one that carries a state of its own"
-    )
-    with pytest.raises(ModelError, match=message):
-        load_policy(ModelConfig(path=str(tmp_path), dtype="float32", device="cpu"))
+def test_a_mixer_that_forgets_its_state_is_refused(tiny_policy: TinyPolicy, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = tiny_policy("qwen3_5")
+    monkeypatch.setattr(MixerCache, "get_recurrent_state", lambda *_, **__: None)
+    with pytest.raises(ModelError, match="as if there had been no pause, got outputs of Qwen3_5GatedDeltaNet"):
+        policy.check_layers()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from kitae.algorithms.config import AlgorithmConfig
 from kitae.algorithms.control import Control
 from kitae.models.policy import Policy
-from kitae.models.tiny import ARCHITECTURES
+from kitae.models.tiny import ARCHITECTURES, HYBRIDS
 from kitae.trainer.base import Role
 from kitae.trainer.config import TrainingConfig
 from kitae.types import Sample
@@ -67,7 +67,7 @@ def assert_same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], toleranc
 SHAPES = [(0, 5, 3), (0, 5, 9), (1, 12, 1), (1, 12, 7), (1, 12, 7), (2, 30, 20), (0, 5, 2), (3, 1, 4)]
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", (*ARCHITECTURES, *HYBRIDS))
 def test_logprobs_and_gradient_equal_plain_autograd(
     architecture: str, tiny_policy: TinyPolicy, tiny_folder: Callable[[str], Path]
 ) -> None:
