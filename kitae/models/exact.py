@@ -36,6 +36,10 @@ def make_exact(policy: Policy) -> None:
     if reason := missing(device, dtype, policy.head_dim):
         raise ModelError(f"model.exact does not cover {source} in {dtype} on {device}: {reason}")
     _refuse_unknown(model, source)
+    if len(sizes := {call.size for call in policy.attended()}) > 1:
+        raise ModelError(
+            f"model.exact does not cover {source}: heads of keys differ from layer to layer, got {sorted(sizes)}"
+        )
     kernels = training_kernels(device, dtype)
     assert kernels is not None
     for module in _modules(model):

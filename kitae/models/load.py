@@ -389,7 +389,10 @@ def prepared(model: Any, config: ModelConfig, device: "torch.device") -> Any:
     attach(model)
     check_attention(model, config.path, own, windows_known=known)
     if not config.plain and not config.exact and fuse(model, device, model.dtype):
-        check_attention(model, config.path, own, windows_known=known)
+        try:
+            check_attention(model, config.path, own, windows_known=known)
+        except ModelError as error:
+            raise ModelError(f"{error}; this is with compiled kernels, which model.plain = true leaves out") from error
     return model
 
 

@@ -133,6 +133,7 @@ class Policy(torch.nn.Module):
         between the sequences of a row, and the engine would lose it. Raise too if a layer uses the order of tokens
         instead of their positions."""
         calls = self.attended()
+        self.kv_heads = min((call.size[0] for call in calls), default=self.kv_heads)  # a config may say otherwise
         missing = sorted(set(range(self.layers)) - {call.layer for call in calls})
         if missing and len(calls) < self.layers and not mixers_of(self.model):
             raise ModelError(

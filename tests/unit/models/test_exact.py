@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from benchmark_scripts import load_script
 
 from kitae.algorithms.config import AlgorithmConfig
 from kitae.config.recipe import load_config
@@ -240,4 +241,10 @@ def test_models_that_are_not_covered_are_refused(
     for file in tiny_folder("llama").glob("*token*"):
         shutil.copy(file, tmp_path)
     with pytest.raises(ModelError, match=complaint):
+        load_policy(ModelConfig(path=str(tmp_path), dtype="float32", device="cpu", exact=True))
+
+
+def test_layers_with_heads_of_their_own_are_refused(tmp_path: Path) -> None:
+    load_script("small_models").make_small("gemma4_text", tmp_path)
+    with pytest.raises(ModelError, match="heads of keys differ from layer to layer"):
         load_policy(ModelConfig(path=str(tmp_path), dtype="float32", device="cpu", exact=True))
