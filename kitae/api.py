@@ -223,7 +223,7 @@ def _evaluate_rows(
     overrides: Sequence[str],
     settings: Mapping[str, Any],
 ) -> Evaluation:
-    values = _target_values(target, model)
+    values = _target_values(target, model, alone=True)
     order = make_order(values, eval_data=data, reward=reward, overrides=overrides, keywords=settings)
     config = reinforcement(order.config, "evaluate")
     if "eval_path" in order.rows and "prompts" not in settings.get("eval", {}):
@@ -263,7 +263,8 @@ def sample(
     texts or messages, which nobody judges. data, reward: in place of the target's, as for `train`; the target may be a
     model alone then. `sample_to_file` writes a file to train on.
     """
-    order = make_order(_target_values(target, model), data=data, reward=reward, overrides=overrides, keywords=settings)
+    values = _target_values(target, model, alone=data is not None)
+    order = make_order(values, data=data, reward=reward, overrides=overrides, keywords=settings)
     config = reinforcement(order.config, "sample")
     if isinstance(prompts, str):  # a sequence too: of letters
         raise ConfigError(f"prompts must be a number or a list of prompts, got the text {prompts!r}")
@@ -337,14 +338,16 @@ def _values(recipe: Recipe | None) -> dict[str, Any]:
     return dict(recipe) if isinstance(recipe, Mapping) else read_recipe(find_recipe(str(recipe)))
 
 
-def _target_values(target: Recipe | Result, model: str | Path | None) -> dict[str, Any]:
-    """Of a recipe, of a run with its trained model, or of a model alone, whose data is yet to be given."""
+def _target_values(target: Recipe | Result, model: str | Path | None, *, alone: bool = False) -> dict[str, Any]:
+    """Of a recipe, of a run with its trained model, or of a model alone, whose data is yet to be given. alone: a run
+    that learnt from examples stands for its model."""
     chosen: dict[str, Any] = {"path": str(model)} if model is not None else {}
-    if isinstance(target, Result):
-        target = target.folder
+    target = target.folder if isinstance(target, Result) else target
     if isinstance(target, str | Path) and is_run(folder := find_run(Path(target))):
         chosen = chosen or {"path": str(trained_model(folder)), "lora_rank": 0}
         target = read_config(folder)
+        if alone and not isinstance(target, RLConfig):
+            target = str(chosen["path"])
     if isinstance(target, str | Path) and is_model(str(target)):
         return {"model": {"path": str(target), **chosen}, "data": {"task": "reverse"}}
     values = _values(target)

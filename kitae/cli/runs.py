@@ -321,4 +321,7 @@ def plot(
     """Draw the curves of a run as a PNG."""
     from kitae.observe.plots import plot_run
 
-    print(plot_run(run, output))
+    try:
+        print(plot_run(run, output))
+    except ImportError as error:
+        raise ConfigError(str(error)) from None

@@ -8,6 +8,7 @@ from kitae.cli.arguments import RECIPE, Overrides, Run
 from kitae.cli.screen import Screen
 from kitae.config.recipe import find_recipe, load_config, shipped_recipes
 from kitae.config.root import RLConfig
+from kitae.data.data_files import check_files
 
 
 def train(
@@ -33,6 +34,7 @@ def train(
         check(config)
         preview(config, full)
         return
+    check_files(config.files)  # before torch is imported
     from kitae import api
 
     with Screen() as screen:

@@ -162,11 +162,19 @@ def _apply(values: dict[str, Any], changes: Sequence[_Change]) -> None:
             _apply_change(values, change, ROOTS["rl"])
     root = _root(values)
     sources = root.sources()
-    named = [name for name in sources if any(change.keys == ["data", name] for change in changes)]
+    named = [
+        name for name in sources if any(change.keys == ["data", name] and not _unsets(change) for change in changes)
+    ]
     if len(named) > 1:
         raise ConfigError(f"data needs exactly one of {', '.join(sources)}, got {' and '.join(named)}")
     for change in sorted(changes, key=lambda change: (_keeps_source(change.keys, sources), len(change.keys))):
         _apply_change(values, change, root)
+
+
+def _unsets(change: _Change) -> bool:
+    """Whether a source is to be as if it was never named: `data.hub=` or `data.hub=none`."""
+    text = change.value.text if isinstance(change.value, _Text) else change.value
+    return text is None or (isinstance(text, str) and text.strip("\"'").lower() in ("", "none"))
 
 
 def _given(settings: Mapping[str, Any]) -> Iterable[_Change]:
@@ -210,6 +218,9 @@ def _apply_change(values: dict[str, Any], change: _Change, root: type[Root]) -> 
         node = node[key]
         if not isinstance(node, dict):
             raise ConfigError(f"{'.'.join(keys)!r} goes below {key!r}, which is a value, not a section")
+    if keys[0] == "data" and keys[1:] in [[name] for name in root.sources()] and _unsets(change):
+        node.pop(keys[1], None)
+        return
     if keys == ["algorithm", "preset"]:  # another method replaces the recipe's choices
         node.clear()
     if isinstance(value, _Text):

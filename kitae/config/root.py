@@ -66,6 +66,11 @@ class Root(Section):
         raise NotImplementedError
 
     @property
+    def files(self) -> dict[str, str]:
+        """The files of data that must be on this machine, by the settings that name them."""
+        return {}
+
+    @property
     def engine_processes(self) -> int:
         """How many of Kitae's own engines run in processes of their own."""
         return 0
@@ -144,6 +149,10 @@ class RLConfig(Root):
     def engine_processes(self) -> int:
         return self.engine.count if self.engine.kind == "process" else 0
 
+    @property
+    def files(self) -> dict[str, str]:
+        return self.data.paths
+
     @classmethod
     def sources(cls) -> tuple[str, ...]:
         return SOURCES
@@ -210,6 +219,10 @@ class StageConfig(Root):
 
     def contradictions(self) -> Iterator[str]:
         yield from rules.engineless(self.cluster, self.model)
+
+    @property
+    def files(self) -> dict[str, str]:
+        return self.data.paths
 
     @classmethod
     def sources(cls) -> tuple[str, ...]:

@@ -32,7 +32,10 @@ class DataConfig(Section):
     params: dict[str, JsonValue] = Field(
         default_factory=dict, description="Difficulty and options of the task, or the config of the gym's data sets."
     )
-    path: str | None = Field(None, description="A .jsonl, .json or .parquet file of training prompts.")
+    path: str | None = Field(
+        None,
+        description="A .jsonl, .json, .csv or .parquet file of training prompts, or a folder that `datasets` saved.",
+    )
     eval_path: str | None = Field(None, description="A file of held-out prompts.")
     hub: str | None = Field(None, description="A data set on the hub, e.g. openai/gsm8k.")
     hub_files: str = Field("main/train-*.parquet", description="Files of the hub data set to train on.")
@@ -57,6 +60,11 @@ class DataConfig(Section):
     decontaminate: tuple[str, ...] = Field(
         (), description="Files of evaluations: rows to train on that overlap with a text in them are left out."
     )
+
+    @property
+    def paths(self) -> dict[str, str]:
+        """The files on this machine, by the settings that name them."""
+        return {f"data.{key}": path for key in ("path", "eval_path") if (path := getattr(self, key))}
 
     @property
     def files(self) -> list[Path]:
@@ -170,6 +178,11 @@ class ExamplesConfig(Section):
         if self.format is not None and (named := [key for key, name in self.columns if name != usual[key]]):
             raise ValueError(f"data.format = {self.format!r} finds the columns itself: remove data.columns.{named[0]}")
         return self
+
+    @property
+    def paths(self) -> dict[str, str]:
+        """The files on this machine, by the settings that name them."""
+        return {f"data.{key}": path for key in ("path", "eval_path") if (path := getattr(self, key))}
 
     @property
     def source(self) -> str:

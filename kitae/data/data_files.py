@@ -1,9 +1,11 @@
-"""Data files into rows: JSON lines, JSON lists and Parquet, on this disk or in a data set on the hub.
+"""Data files into rows: JSON lines, JSON lists, CSV, Parquet, and folders that the library `datasets` saved, on this
+disk or in a data set on the hub.
 
 A row that cannot be read is named by file and line. `sift` reads all rows of some files before anything expensive
 starts, and says which of them are bad.
 """
 
+import csv
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -52,10 +54,24 @@ def local_file(setting: str, text: str) -> File:
     if text.startswith(SHIPPED):
         return _shipped_file(setting, text)
     path = Path(text).expanduser()
+    if (path / _SAVED).is_file():
+        return File(path, path.name)
+    if (path / _SPLITS).is_file():
+        splits = " or ".join(str(path / name) for name in json.loads((path / _SPLITS).read_text())["splits"])
+        raise DataError(f"{setting} must name one split of a saved data set: {splits}")
     if not path.is_file():
         found = "a folder is there" if path.is_dir() else f"nothing is there (in {Path.cwd()})"
         raise DataError(f"{setting} must name a file, got {text}, but {found}")
     return File(path, path.name)
+
+
+def check_files(paths: Mapping[str, str]) -> None:
+    """Whether files of the user's are there, by the settings that name them."""
+    for setting, path in paths.items():
+        local_file(setting, path)
+
+
+_SAVED, _SPLITS = "state.json", "dataset_dict.json"  # what `save_to_disk` writes into the folder
 
 
 def _shipped_file(setting: str, text: str) -> File:
@@ -132,7 +148,11 @@ def read_rows(file: File) -> Iterator[DataRow | DataError]:
         ".jsonl": _read_jsonl,
         ".json": _read_json,
         ".parquet": _read_parquet,
+        ".csv": _read_csv,
+        ".tsv": _read_csv,
     }
+    if file.path.is_dir():
+        return _read_saved(file)
     if file.path.suffix not in readers:
         raise DataError(f"a data file must end in {' or '.join(readers)}, got {file.path}")
     return readers[file.path.suffix](file)
@@ -193,13 +213,56 @@ def _parse(file: File, number: int, line: str) -> dict[str, Any]:
 
 
 def _read_json(file: File) -> Iterator[DataRow | DataError]:
+    """A list of objects; or an object on each line, as some call .json too."""
     try:
-        rows = json.loads(file.path.read_text(encoding="utf-8-sig"))
+        text = file.path.read_text(encoding="utf-8-sig")
+        rows = json.loads(text)
     except (OSError, ValueError) as error:
+        if isinstance(error, json.JSONDecodeError) and _is_object(text.lstrip().split("\n", 1)[0]):
+            return _read_jsonl(file)
         raise DataError(f"cannot read {file.path}: {error}") from error
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise DataError(f"{file.path}: a .json file must hold a list of objects; one object per line is a .jsonl file")
     return (DataRow(file, number, values) for number, values in enumerate(rows, start=1))
+
+
+def _is_object(line: str) -> bool:
+    try:
+        return isinstance(json.loads(line), dict)
+    except ValueError:
+        return False
+
+
+def _read_csv(file: File) -> Iterator[DataRow | DataError]:
+    """The first line names the columns; all values are texts."""
+    try:
+        with file.path.open(encoding="utf-8-sig", newline="") as lines:
+            rows = csv.DictReader(lines, delimiter="\t" if file.path.suffix == ".tsv" else ",", strict=True)
+            for values in rows:
+                if None in values or None in values.values():
+                    got = f"{len(values) - (None in values)} columns are named"
+                    yield DataError(f"{file.path}:{rows.line_num}: a row must have a value for each column, but {got}")
+                else:
+                    yield DataRow(file, rows.line_num, values)
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise DataError(f"cannot read {file.path}: {error}") from error
+
+
+def _read_saved(file: File) -> Iterator[DataRow | DataError]:
+    """A folder that `datasets` has saved: Arrow streams, which a file of the folder lists."""
+    import pyarrow
+    import pyarrow.ipc
+
+    number = 0
+    try:
+        for part in json.loads((file.path / _SAVED).read_text())["_data_files"]:
+            with pyarrow.ipc.open_stream(file.path / part["filename"]) as stream:
+                for batch in stream:
+                    for values in batch.to_pylist():
+                        number += 1
+                        yield DataRow(file, number, _as_json(values))
+    except (OSError, ValueError, KeyError, TypeError, pyarrow.ArrowException) as error:
+        raise DataError(f"cannot read {file.path} as a data set that was saved: {error}") from error
 
 
 def _read_parquet(file: File) -> Iterator[DataRow | DataError]:

@@ -10,6 +10,15 @@ _GRACE = 3.0  # seconds for an interrupted run to say goodbye
 _ELSEWHERE: "set[Interrupts]" = set()  # of runs in other threads than the main one, which gets the signals
 
 
+_GIVEN_UP = set[int]()  # threads whose runs are to stop as soon as they can
+
+
+def give_up(thread: int | None) -> None:
+    """Nobody waits for this thread any more: a run that is still loading there stops when it is about to train."""
+    if thread is not None:
+        _GIVEN_UP.add(thread)
+
+
 def stop_elsewhere(number: int = signal.SIGINT) -> bool:
     """Stop the runs of other threads at their next safe point, as a signal stops that of the main thread. Whether there
     are any."""
@@ -36,6 +45,9 @@ class Interrupts:
             except (ValueError, NotImplementedError, RuntimeError):  # not the main thread
                 _ELSEWHERE.add(self)
                 break
+        if threading.get_ident() in _GIVEN_UP:
+            _GIVEN_UP.discard(threading.get_ident())
+            self.loop.call_soon(self.request, signal.SIGINT)
         return self
 
     def request(self, number: int) -> None:

@@ -28,13 +28,12 @@ from kitae.models.load import check_adapters, check_mixture, check_model, find_m
 from kitae.observe.trackers import check_installed
 from kitae.offline.example_batches import ExampleBatches, opened
 from kitae.offline.methods import shape_of
+from kitae.run.doubts import doubts, doubts_of_prompts
 from kitae.store.run_folder import is_run
 from kitae.trainer.start_trainer import served_teacher
 from kitae.trainer.teacher.frozen_teacher import check_teacher
 from kitae.types import Prompt
-from kitae.verifiers.given_functions import check_given, is_given
-from kitae.verifiers.score_calls import check_params
-from kitae.verifiers.verifier_registry import resolve
+from kitae.verifiers.verifier_registry import check_named
 
 Note = Callable[[str], None]
 
@@ -71,6 +70,8 @@ def make_plan(config: Root, note: Note) -> Plan:
     """Check the settings and open the data. Raises what is wrong with them; `note` gets what is only worth saying."""
     check_installed(config.observe.trackers)
     check_settings(config)
+    for text in doubts(config):
+        note(f"warning: {text}")
     if isinstance(config, StageConfig):
         return _offline_plan(config, note)
     return _rl_plan(reinforcement(config, "kitae train"), note)
@@ -97,15 +98,7 @@ def check_settings(config: Root, *, model: bool = True) -> None:
                 find_model(config.method.teacher.path, download=False)
             except ModelError as error:
                 raise ModelError(f"method.teacher: {error}") from None
-        check_given(config.verifier.name, config.verifier.params)
-        if is_given(config.verifier.name):
-            pass
-        elif ":" not in config.verifier.name:  # a user's own file is loaded by a worker process, never here
-            check_params(resolve(config.verifier.name), config.verifier.params)
-        elif not Path(config.verifier.name.rpartition(":")[0]).expanduser().is_file():
-            raise ConfigError(
-                f"verifier.name must be a known name or file.py:function, got {config.verifier.name!r}: no such file"
-            )
+        check_named(config.verifier.name, config.verifier.params)
         find_suites(config.eval.suites, config.eval.data, config)
     if model:
         find_model(config.model.path, download=False)
@@ -162,8 +155,8 @@ def _rl_plan(config: RLConfig, note: Note) -> RLPlan:
     held_out = eval_prompts(config.data, seed, e.prompts) if e.prompts else []
     suites = find_suites(e.suites, e.data, config) if e.prompts else []
     counted = [replace(suite, count=e.prompts) for suite in suites]  # as many as are held out of the run's own task
-    if prompts.skipped:
-        note(prompts.skipped)
+    for text in (*filter(None, [prompts.skipped]), *doubts_of_prompts(config, prompts)):
+        note(text)
     return RLPlan(config, prompts, held_out, tuple((suite, suite.prompts(seed)) for suite in counted))
 
 

@@ -187,6 +187,8 @@ async def begin_at(point: ResumePoint, store: RunStore, observer: Observer) -> N
         observer.note(
             f"steps {first} to {last} are trained again with another {', '.join(rounding)}: they may round otherwise"
         )
+    if point.state is not None:
+        observer.note(f"going on after step {point.frontier.step}, from {point.state}")
     await store.begin(point.frontier.step, point.forget)
     if lost := await store.journal.drop_unreadable():
         observer.note(f"answers that cannot be read are sampled again: {len(lost)}, the first: {lost[0]}")

@@ -15,6 +15,7 @@ from kitae.envs.environment_registry import open_world
 from kitae.envs.episode_context import ResponseVerifier
 from kitae.errors import VerifierError
 from kitae.evaluation.suites import own_suite
+from kitae.run.doubts import doubts_of_lengths
 from kitae.run.plan import Note, Plan, RLPlan, fetch_model
 from kitae.types import Prompt
 from kitae.verifiers.pool import VerifierPool, validate, validate_wrong
@@ -52,6 +53,8 @@ class RunServices:
             if isinstance(self.plan, RLPlan):
                 self._runner.run(self._start(self.plan))
                 fetch_model(self.plan.config, self.note)
+                for text in doubts_of_lengths(self.plan.config, self.plan.prompts):
+                    self.note(f"warning: {text}")
         except BaseException as error:
             self.__exit__(type(error), error, None)
             raise

@@ -16,7 +16,7 @@ from kitae.errors import ConfigError, Interrupted
 from kitae.observe.observer import Audience
 from kitae.run import train_run
 from kitae.run.hand_over import NOBODY, HandOver
-from kitae.run.interrupts import stop_elsewhere
+from kitae.run.interrupts import give_up, stop_elsewhere
 from kitae.scripting.given_rewards import Reward, given_again
 from kitae.scripting.run_order import RunOrder
 from kitae.store.run_folder import Result, read_config
@@ -100,9 +100,14 @@ def outside_a_loop(work: Callable[[], T]) -> T:
         except BaseException as error:
             done.set_exception(error)
 
+    thread = threading.Thread(target=call, name="kitae-run", daemon=True)
     with _stopping_by_signal():
-        threading.Thread(target=call, name="kitae-run", daemon=True).start()
-        return done.result()
+        thread.start()
+        try:
+            return done.result()
+        except KeyboardInterrupt:
+            give_up(thread.ident)
+            raise
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """Rewards that were given from Python, as settings of the verifier and copies for its workers."""
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,16 +19,27 @@ class GivenRewards:
     verifier: Mapping[str, Any]
     functions: tuple[GivenFunction, ...]
 
+    @property
+    def in_trl(self) -> bool:
+        """Whether a function is called as TRL calls it."""
+        parts = self.verifier.get("params", {}).get("parts", [self.verifier])
+        return any(part["name"] == "trl" for part in parts)
+
 
 def read_rewards(reward: Reward | Sequence[Reward]) -> GivenRewards:
     """One reward as it is; several as a weighted sum, in which each is logged under its name."""
     if isinstance(reward, str):
         return GivenRewards({"name": reward}, ())
     if callable(reward):
+        if as_in_trl(reward):
+            return _trl([reward], [1.0])
         _check(reward)
         found = given(reward)
         return GivenRewards({"name": str(found.name)}, (found,))
     several = [reward] if isinstance(reward, Mapping) or _is_weighted(reward) else list(_sequence(reward))
+    weighted: list[tuple[Any, Any]] = [each if _is_weighted(each) else (each, 1.0) for each in several]  # type: ignore[misc]
+    if all(callable(each) and as_in_trl(each) for each, _ in weighted):
+        return _trl([each for each, _ in weighted], [float(weight) for _, weight in weighted])
     parts, functions, labels = list[dict[str, Any]](), list[GivenFunction](), set[str]()
     for each in several:
         part, function = _part(each)
@@ -39,6 +51,20 @@ def read_rewards(reward: Reward | Sequence[Reward]) -> GivenRewards:
         labels.add(part["label"])
         parts.append(part)
     return GivenRewards({"name": "compose", "params": {"parts": parts}}, tuple(functions))
+
+
+def as_in_trl(function: Callable[..., Any]) -> bool:
+    """Whether a function takes lists of completions, as TRL calls it."""
+    try:
+        return "completions" in inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return False
+
+
+def _trl(functions: Sequence[Callable[..., Any]], weights: Sequence[float]) -> GivenRewards:
+    found = tuple(map(given, functions))
+    params = {"function": [str(each.name) for each in found], "weights": list(weights)}
+    return GivenRewards({"name": "trl", "params": params}, found)
 
 
 def given_again(
@@ -103,8 +129,10 @@ def _part(each: Any) -> tuple[dict[str, Any], GivenFunction | None]:
         raise ConfigError(
             f"a reward must be a function or the name of a verifier, alone or with a weight, got {each!r}"
         )
-    _check(each)
     function = given(each)
+    if as_in_trl(each):
+        return {"name": "trl", "label": function.name.label, "params": {"function": str(function.name)}}, function
+    _check(each)
     return {"name": str(function.name)}, function
 
 

@@ -73,11 +73,14 @@ def make_order(
     settings["data"] = {**section, **settings.get("data", {})}
     functions: tuple[GivenFunction, ...] = ()
     if issubclass(root, RLConfig):
+        rewards = None if reward is None else read_rewards(reward)
         if rows and "format" not in settings["data"]:
             named = rows.get("path") or rows["eval_path"]
-            settings["data"]["columns"] = named.named_columns(settings["data"].get("columns", {}))
-        if reward is not None:
-            rewards = read_rewards(reward)
+            if rewards is not None and rewards.in_trl and "columns" not in settings["data"]:
+                settings["data"]["format"] = "trl"  # in which functions get all columns
+            else:
+                settings["data"]["columns"] = named.named_columns(settings["data"].get("columns", {}))
+        if rewards is not None:
             functions = rewards.functions
             settings["verifier"] = {**rewards.verifier, **settings.get("verifier", {})}
         elif rows and _judge(values, settings) is None and root is RLConfig:

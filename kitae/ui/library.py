@@ -20,7 +20,7 @@ class Library:
 
     def __init__(self, places: Sequence[Path]) -> None:
         for place in places:
-            if not place.is_dir():
+            if not place.is_dir() and place != Path("runs"):  # where runs will be: the page is empty until then
                 raise StoreError(f"kitae ui takes run folders and folders that hold them, got {place}: no such folder")
         self._places = [place.resolve() for place in places]
         self._lock = threading.Lock()

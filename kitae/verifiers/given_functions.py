@@ -121,6 +121,9 @@ def held(functions: Iterable[GivenFunction]) -> Iterator[None]:
 def names_in(verifier: str, params: Mapping[str, Any]) -> list[str]:
     """The given functions that a verifier is made of, also as parts of a sum."""
     found = [verifier] if is_given(verifier) else []
+    styled = params.get("function")  # of a function in the style of another trainer
+    for name in styled if isinstance(styled, list) else [styled]:
+        found += [name] if isinstance(name, str) and is_given(name) else []
     parts = params.get("parts")
     for part in parts if isinstance(parts, list) else ():
         if isinstance(part, Mapping) and isinstance(part.get("name"), str):

@@ -52,7 +52,7 @@ _LEAST, _MOST, _YOUNG = 0.0008, 0.5, 0.005  # seconds between which that lies; t
 _WARM = 50  # checks after which a worker is not young: it has its own copy of the memory that it writes to
 _ASIDE = 256  # checks set aside at most, for each worker
 _LINES, _MINUTE, _LINE = 20, 60.0, 500  # printed lines that are shown in so many seconds; characters of one
-_KILLED = re.compile(r"killed by signal (9|15)\b")  # a check that does this to its own worker does it again
+_KILLED = re.compile(r"killed by signal (9|15)\b|its template ended")  # a check that did it will do it again
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 

@@ -25,6 +25,7 @@ from kitae.errors import VerifierError
 from kitae.plugins import load_function
 from kitae.types import Score
 from kitae.verifiers.base import Verifier, batched
+from kitae.verifiers.given_functions import given_name, is_given, load_given
 from kitae.verifiers.verl_scores import score_by_source
 
 Answers = Callable[[Sequence[str], Sequence[Any], Sequence[Mapping[str, Any]]], Any]
@@ -41,10 +42,15 @@ def prepare_trl(params: Mapping[str, Any]) -> Verifier:
     weights = params.get("weights") or [1.0] * len(names)
     if len(weights) != len(names):
         raise VerifierError(f"weights of 'trl' must be one for each of {len(names)} functions, got {len(weights)}")
-    functions = {name.rpartition(":")[2]: _loaded(name) for name in names}
+    functions = {_short(name): _loaded(name) for name in names}
     if len(functions) < len(names):
         raise VerifierError(f"functions of 'trl' must have names of their own, got {', '.join(names)}")
     return _verifier("trl", partial(_trl, functions, weights, _tokenizer(params)))
+
+
+def _short(name: str) -> str:
+    known = given_name(name)
+    return name.rpartition(":")[2] if known is None else known.label
 
 
 def prepare_verl(params: Mapping[str, Any]) -> Verifier:
@@ -92,6 +98,8 @@ def _verifier(name: str, answers: Answers) -> Verifier:
 
 
 def _loaded(name: str) -> Callable[..., Any]:
+    if is_given(name):
+        return load_given(name)
     return load_function(name, "reward function", (), VerifierError)
 
 

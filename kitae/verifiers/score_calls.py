@@ -45,6 +45,11 @@ def check_params(verifier: Verifier, params: Mapping[str, Any]) -> None:
         hint = next((h for key in params if key not in valid and (h := nearest(key, valid))), "")
         raise VerifierError(f"params of verifier {verifier.name!r}: {error}; it {takes}{hint}") from None
 
+    for name, value in params.items():
+        p = signature.parameters.get(name)
+        if p is not None and isinstance(p.default, bool) and not isinstance(value, bool):
+            raise VerifierError(f"{name} of verifier {verifier.name!r} must be true or false, got {value!r}")
+
 
 def call_score(function: ScoreFunction, response: str, reference: Any, context: Any, params: dict[str, Any]) -> Score:
     """Call a function for one response. Whatever it does, the result is a finite score, or an error that says what

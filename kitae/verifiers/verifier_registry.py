@@ -3,16 +3,18 @@
 Importing this module is cheap: what a verifier needs (sympy, for one) is imported by its first check.
 """
 
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from kitae.errors import VerifierError
+from kitae.errors import ConfigError, VerifierError
 from kitae.plugins import is_plugin, nearest
 from kitae.types import Score
 from kitae.verifiers.base import ScoredPair, Verifier, user_verifier, verifier_of
 from kitae.verifiers.code.code_verifier import code
 from kitae.verifiers.code.executor import remote_code
 from kitae.verifiers.compose import Composition
-from kitae.verifiers.given_functions import is_given, load_given
+from kitae.verifiers.given_functions import check_given, is_given, load_given
 from kitae.verifiers.gym_scores import gym
 from kitae.verifiers.instructions.instruction_verifier import instructions
 from kitae.verifiers.judge import judge, reward_model
@@ -22,6 +24,7 @@ from kitae.verifiers.puzzle_checks import countdown, knights_knaves
 from kitae.verifiers.response_shape import json_schema, language, length, repetition, tags
 from kitae.verifiers.reward_model_verifier import prepare as prepare_reward
 from kitae.verifiers.reward_styles import openrlhf, prepare_openrlhf, prepare_trl, prepare_verl, trl, verl
+from kitae.verifiers.score_calls import check_params
 
 _PYTHON = (
     "```python\ndef double(x):\n    return 2 * x\n```",
@@ -84,6 +87,18 @@ def resolve(name: str) -> Verifier:
         hint = nearest(name, VERIFIERS)
         raise VerifierError(f"a verifier is one of {', '.join(VERIFIERS)} or file.py:function, got {name!r}{hint}")
     return user_verifier(name)
+
+
+def check_named(name: str, params: Mapping[str, Any]) -> None:
+    """Whether there is such a verifier and it takes these params, as far as that is known without executing a file of
+    the user's: that is left to a worker process."""
+    check_given(name, params)
+    if is_given(name):
+        return
+    if ":" not in name:
+        check_params(resolve(name), params)
+    elif not Path(name.rpartition(":")[0]).expanduser().is_file():
+        raise ConfigError(f"verifier.name must be a known name or file.py:function, got {name!r}: no such file")
 
 
 _composition = Composition(resolve)

@@ -199,6 +199,16 @@ def test_rows_of_examples_train_in_every_way(method: Any, row: dict[str, Any]) -
         kitae.train(model="tiny", data=rows, method=method, reward=rank, quiet=True)
 
 
+def test_a_reward_function_of_trl_runs_as_it_is() -> None:
+    def first_letter(completions: list[str], answer: list[str], level: list[str], **kwargs: Any) -> list[float]:
+        assert len(set(answer)) == len(set(level)) == 1, "the answers to one prompt"
+        return [float(c[:1] == a[:1]) for c, a in zip(completions, answer, strict=True)]
+
+    rows = [{**row, "level": "easy"} for row in ROWS]
+    result = kitae.train(data=rows, reward=[first_letter, (length_reward(10), 0.5)], steps=2, **SMALL)
+    assert all(row["errors"] == 0 and "reward/by_length" in row for row in steps_of(result))
+
+
 def test_evaluate_and_sample_take_rows_and_functions(folder: Path) -> None:
     found = kitae.evaluate("tiny", data=HELD_OUT, reward=length_reward(10), max_tokens=4)
     assert found.prompts == len(HELD_OUT) and found.errors == 0

@@ -7,6 +7,9 @@ from kitae.observe.diagnosis.base import WINDOW, Seen, rule, sentence, values
 SOLVED = 0.9
 """The mean reward above which a task counts as solved; then low entropy and few groups with signal are no problem."""
 
+_HIGH = 0.8
+"""The mean reward from which low entropy is what was wanted."""
+
 _FAR = 100.0  # difference of two scores whose sigmoid is 0 or 1 in single precision
 _ENOUGH = 20  # steps after which something should be learnt, if they are also half of those planned
 
@@ -104,14 +107,14 @@ def _unlearnt(seen: Seen) -> str | None:
     "bad",
     title="The entropy has collapsed",
     looks_at="`entropy`, `reward`, `groups_with_signal`",
-    when=f"over the last {WINDOW} steps that have it, the entropy is under a tenth of what it was, the task is not "
-    f"solved (reward under {SOLVED}), and fewer than half of the groups have signal or the reward stands still",
+    when=f"over the last {WINDOW} steps that have it, the entropy is under a tenth of what it was, the reward is "
+    f"not high (under {_HIGH}), and fewer than half of the groups have signal or the reward stands still",
     advice="raise sampling.temperature, or algorithm.gate.clip_high, or set algorithm.entropy.coef; a lower "
     "training.lr and fewer training.epochs slow it down",
 )
 def entropy_collapse(seen: Seen) -> str | None:
     entropy, reward = seen.ends("entropy", 3), seen.last("reward")
-    if entropy is None or reward is None or entropy[1] >= 0.1 * entropy[0] or reward > SOLVED:
+    if entropy is None or reward is None or entropy[1] >= 0.1 * entropy[0] or reward > _HIGH:
         return None
     signal, rewards = signal_share(seen), seen.ends("reward")
     stands = rewards is not None and rewards[1] - rewards[0] < 0.05

@@ -16,6 +16,7 @@ import socket
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Any, Generic, Literal, TypeVar
 
 from kitae.errors import KitaeError
@@ -72,6 +73,7 @@ class Template(Generic[GreetingT]):
         self._control: socket.socket | None = None
         self._words: Words | None = None
         self._lock = asyncio.Lock()
+        self._number = 0  # of its processes so far: a worker is reaped by the one that forked it
 
     @property
     def greeting(self) -> GreetingT:
@@ -106,7 +108,8 @@ class Template(Generic[GreetingT]):
         jobs, theirs = socket.socketpair()
         read, write = os.pipe()
         try:
-            pid = int((await self._ask("spawn", theirs.fileno(), write))["pid"])
+            answer = await self._ask("spawn", theirs.fileno(), write)
+            pid, number = int(answer["pid"]), int(answer["number"])
         except BaseException:
             jobs.close()  # a worker that was forked all the same ends with it
             os.close(read)
@@ -124,12 +127,13 @@ class Template(Generic[GreetingT]):
             if words is not None:
                 await words.close()
             raise
-        return TemplateWorker(pid, self.reap, reader, writer, words)
+        return TemplateWorker(pid, partial(self.reap, number=number), reader, writer, words)
 
-    async def reap(self, pid: int) -> int | None:
-        """How a worker that is dead or dying ended, as `waitpid` says it; None if the template is gone too."""
+    async def reap(self, pid: int, number: int) -> int | None:
+        """How a worker that is dead or dying ended, as `waitpid` says it; None if the template that forked it is gone
+        too. number: of that template."""
         try:
-            return int((await self._ask({"reap": pid}))["status"])
+            return int((await self._ask({"reap": pid}, number=number))["status"])
         except EOFError:
             return None
 
@@ -162,6 +166,7 @@ class Template(Generic[GreetingT]):
             theirs.close()
             os.close(write)
         self._control = ours
+        self._number += 1
         self._words = await Words.of(read, self._hear)
         try:
             ours.send(setup)
@@ -178,19 +183,21 @@ class Template(Generic[GreetingT]):
             raise self._error(problem)
         self._greeting = self._read(ready)
 
-    async def _ask(self, request: _Request, *descriptors: int) -> dict[str, Any]:
-        """A question and its answer belong together, even if whoever asked is cancelled meanwhile."""
-        return await asyncio.shield(asyncio.create_task(self._exchange(request, [os.dup(d) for d in descriptors])))
+    async def _ask(self, request: _Request, *descriptors: int, number: int | None = None) -> dict[str, Any]:
+        """A question and its answer belong together, even if whoever asked is cancelled meanwhile. number: the process
+        that it is for; another one is not asked. The answer has the number of the one that gave it."""
+        copies = [os.dup(d) for d in descriptors]
+        return await asyncio.shield(asyncio.create_task(self._exchange(request, copies, number)))
 
-    async def _exchange(self, request: _Request, descriptors: list[int]) -> dict[str, Any]:
+    async def _exchange(self, request: _Request, descriptors: list[int], number: int | None) -> dict[str, Any]:
         try:
             async with self._lock:
-                if self._control is None:
+                if self._control is None or number not in (None, self._number):
                     raise EOFError
                 try:
                     socket.send_fds(self._control, [json.dumps(request).encode()], descriptors)
                     reply: dict[str, Any] = await within(_ANSWER_LIMIT, asyncio.create_task(self._receive()))
-                    return reply
+                    return {**reply, "number": self._number}
                 except (TimeoutError, OSError, EOFError):  # it hangs, or is gone
                     await self._stop()
                     raise EOFError from None

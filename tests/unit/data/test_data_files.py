@@ -60,8 +60,8 @@ def test_what_is_no_data_file(tmp_path):
         local_file("data.path", str(tmp_path))
     with pytest.raises(DataError, match=r"data.mix must name a file, got nowhere.jsonl, but nothing is there"):
         local_file("data.mix", "nowhere.jsonl")
-    with pytest.raises(DataError, match=r"must end in .jsonl or .json or .parquet, got .*f.csv"):
-        list(read_rows(file(tmp_path / "f.csv", "a,b")))
+    with pytest.raises(DataError, match=r"must end in .jsonl or .json or .parquet or .csv or .tsv, got .*f.txt"):
+        list(read_rows(file(tmp_path / "f.txt", "a,b")))
     with pytest.raises(DataError, match="must hold a list of objects"):
         list(read_rows(file(tmp_path / "f.json", '{"a": 1}')))
 

@@ -250,7 +250,8 @@ class TestHeldOut:
             "must have text after '####'",
         ),
         ("a.jsonl", '{"question": "q", "answer": 4}\n', {"answer_after": "####"}, "must be text for data.answer_after"),
-        ("a.csv", "q,a\n", {}, "a data file must end in .jsonl or .json or .parquet, got"),
+        ("a.txt", "q,a\n", {}, "a data file must end in .jsonl or .json or .parquet or .csv or .tsv, got"),
+        ("a.csv", "question,a\nx,1\n", {}, "a.csv:2: no column 'answer', as data.columns.answer has it"),
         ("a.parquet", "PAR1 but not really", {}, "cannot read"),
     ],
 )

@@ -24,6 +24,8 @@ from kitae.verifiers.given_functions import (
     mark_of,
     names_in,
 )
+from kitae.verifiers.reward_styles import prepare_trl
+from kitae.verifiers.score_calls import call_scores
 
 LIMIT = 9
 PATTERN = re.compile("[0-9]+")
@@ -193,3 +195,25 @@ def test_functions_are_given_again_if_they_are_the_same() -> None:
         ConfigError, match="for a run whose rewards were functions given from Python, got one with 'math'"
     ):
         given_again("math", {}, accuracy)
+
+
+def completions_length(completions: list[str], answer: list[str], **kwargs: Any) -> list[float]:
+    return [float(len(c) + len(a)) for c, a in zip(completions, answer, strict=True)]
+
+
+def test_functions_as_trl_calls_them_are_known_by_their_arguments() -> None:
+    alone = read_rewards(completions_length)
+    (function,) = alone.functions
+    assert alone.in_trl and alone.verifier["name"] == "trl"
+    assert alone.verifier["params"] == {"function": [str(function.name)], "weights": [1.0]}
+    both = read_rewards([(completions_length, 0.5), accuracy])
+    assert both.in_trl and both.verifier["params"]["parts"][0]["name"] == "trl"
+    assert names_in(both.verifier["name"], both.verifier["params"]) == [str(f.name) for f in both.functions]
+    assert not read_rewards([accuracy, "math"]).in_trl
+    with held(alone.functions):
+        verifier = prepare_trl(alone.verifier["params"])
+        scores = call_scores(verifier, ["ab", "abcd"], "", [{"answer": "4"}, {"answer": "44"}], {})
+    assert [(s.value, dict(s.components)) for s in scores] == [
+        (3.0, {"completions_length": 3.0}),
+        (6.0, {"completions_length": 6.0}),
+    ]

@@ -232,3 +232,19 @@ def test_a_start_that_is_called_off_is_none(module: str) -> None:
         await worker.kill()
 
     run(module, body)
+
+
+def test_a_worker_is_reaped_by_the_template_that_forked_it(module: str) -> None:
+    """Or the next template would look for a child of another one, and die of it."""
+
+    async def body(template: Template[int]) -> None:
+        old = await template.spawn()
+        os.kill(template.greeting, signal.SIGKILL)
+        new = await template.spawn()
+        before = template.greeting
+        await old.kill()
+        assert await old.post_mortem() == "its template ended"
+        assert await ask(new, 2, do="double", x=4) == {"value": 8} and template.greeting == before
+        await new.kill()
+
+    run(module, body)
