@@ -59,12 +59,10 @@ WHY = {  # what an error cannot tell
     "falcon": "attends in modules of its own; convert newer ones to another family",
     "inkling_text": "adds a bias that is computed from queries for the distance of tokens",
     "inkling2_text": "adds a bias that is computed from queries for the distance of tokens",
-    "modernbert-decoder": "has layers between its decoder and its head",
     "mpt": "adds a bias for the distance of tokens (ALiBi) in modules of its own",
     "qwen4_exp": "an index picks blocks of tokens, and layers carry a state",
     "qwen4_exp_text": "an index picks blocks of tokens, and layers carry a state",
     "reformer": "attends to tokens with the same hash",
-    "xglm": "attends in modules of its own",
 }
 ROUNDING = 3e-4  # of a log-prob in float32
 ROUNDED_GRADIENT = 2e-3  # of its norm

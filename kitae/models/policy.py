@@ -26,6 +26,7 @@ class Policy(torch.nn.Module):
     base: Any
     decoder: Callable[..., Any]
     head: Any
+    between: Any
 
     def __init__(self, model: Any, tokenizer: Any, source: str, *, exact: bool = False, plain: bool = False) -> None:
         """exact: whether the modules are those of `kitae.models.exact`, and attention and log-probs must be exact too.
@@ -43,6 +44,8 @@ class Policy(torch.nn.Module):
         base = model.get_base_model() if hasattr(model, "peft_config") else model
         # These are not submodules, so that each parameter has one name.
         self.__dict__.update(base=base, decoder=decoder_of(base), head=base.get_output_embeddings())
+        last = getattr(base, "lm_head", None)  # of ModernBERT, a layer between its decoder and its head
+        self.__dict__["between"] = last if last is not self.head else None
         limit_steps(model)
         config = base.config.get_text_config()
         self.layers = int(config.num_hidden_layers)
@@ -90,7 +93,8 @@ class Policy(torch.nn.Module):
         """Last hidden states `[T, H]` of one packed row."""
         with by_thread(context):
             out = self.decoder(**keywords(context, tokens_T, positions_T))
-        return out.last_hidden_state.squeeze(0)  # type: ignore[no-any-return]
+        states = out.last_hidden_state if self.between is None else self.between(out.last_hidden_state)
+        return states.squeeze(0)  # type: ignore[no-any-return]
 
     def forward(
         self,

@@ -86,7 +86,9 @@ def test_no_token_may_be_far_off(token: int, loaded: Callable[..., Any]) -> None
         check_attention(model, "llama", own)
 
 
-@pytest.mark.parametrize("family", ["granite_swa", "glm4_moe", "phimoe", "nemotron", "gpt_neo", "glm_moe_dsa"])
+@pytest.mark.parametrize(
+    "family", ["granite_swa", "glm4_moe", "phimoe", "nemotron", "gpt_neo", "glm_moe_dsa", "xglm", "modernbert-decoder"]
+)
 def test_kernels_and_settings_keep_what_a_family_computes(family: str, tmp_path: Path) -> None:
     """Sinks that fused attention left out, angles for a part of a head, noise that routers read without training,
     attention to which no keyword comes, attention in a method of its own with local windows, an index of tokens."""
