@@ -19,7 +19,7 @@ import torch
 from training import forward_backward, make_worker, prepared
 
 from kitae.data.packing import Span
-from kitae.kernels.openmp import dismiss_team
+from kitae.kernels.allocation import dismiss_team
 from kitae.models.config import ModelConfig
 from kitae.models.load import load_policy, pick_dtype
 from kitae.trainer.config import TrainingConfig

@@ -24,7 +24,7 @@ from kitae.data.chat import Chat
 from kitae.engines.base import Request, SamplingParams, WeightUpdate
 from kitae.engines.config import EngineConfig
 from kitae.engines.native.engine import NativeEngine
-from kitae.kernels.openmp import dismiss_team
+from kitae.kernels.allocation import dismiss_team
 from kitae.models.config import ModelConfig
 from kitae.models.load import find_model, load_policy
 from kitae.observe.progress import peak_memory_gb

@@ -16,7 +16,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from kitae.config.measured import Measurement, by_hardware, measurements, write
+from kitae.cli.recipes import Measurement, by_hardware, measurements, write
 from kitae.config.recipe import find_recipe, load_config
 from kitae.errors import ConfigError
 from kitae.observe.plots import load_pyplot

@@ -6,7 +6,7 @@
 
 Imports no torch. Sections, keys, defaults and limits come from `kitae.config`, methods and stages from
 `kitae.algorithms`, tasks from `kitae.data.tasks`, verifiers from `kitae.verifiers.verifier_registry`, rules of the
-diagnosis from `kitae.observe.diagnosis`, what recipes did from `kitae.config.measured`. The numbers of methods on one
+diagnosis from `kitae.observe.diagnosis`, what recipes did from `kitae.cli.recipes`. The numbers of methods on one
 batch come from tests/data/golden_presets.json, which a test compares with the code.
 """
 
@@ -22,11 +22,11 @@ from typing import Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from kitae.algorithms.catalogue import COLUMNS, choices, differences, master_table
 from kitae.algorithms.config import AlgorithmConfig
 from kitae.algorithms.presets import PRESETS
 from kitae.algorithms.stages import STAGES, ChoiceConfig
-from kitae.config.measured import by_hardware, duration, measurements
+from kitae.cli.choices import COLUMNS, choices, differences, master_table
+from kitae.cli.recipes import by_hardware, duration, measurements
 from kitae.config.root import ROOTS, RLConfig
 from kitae.data.tasks import TASKS
 from kitae.observe.diagnosis import RULES

@@ -2,7 +2,7 @@
 
 import math
 
-from kitae.config.measured import Measurement
+from kitae.cli.recipes import Measurement
 
 
 def falls_short(runs: list[Measurement], end: float, prompts: int) -> bool:

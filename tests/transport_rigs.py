@@ -15,9 +15,8 @@ from torch import Tensor
 
 from kitae.weights.base import Address, Manifest, Mode, Receiver
 from kitae.weights.broadcast import BroadcastPublisher
-from kitae.weights.downloads import Haste
 from kitae.weights.file_transport import FilePublisher
-from kitae.weights.http_transport import HttpPublisher
+from kitae.weights.http_transport import Haste, HttpPublisher
 from kitae.weights.ipc import IpcPublisher, IpcReceiver
 from kitae.weights.layout import delta_chunks, image_chunks
 from kitae.weights.publisher import BucketPublisher

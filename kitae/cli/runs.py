@@ -17,8 +17,7 @@ from kitae.cli.text import as_size, as_time, table
 from kitae.config.root import RLConfig, StageConfig
 from kitae.errors import ConfigError, KitaeError, StoreError
 from kitae.observe import diagnosis
-from kitae.store.engine_count import ask_for
-from kitae.store.run_summary import RunView, find_runs, look, size_of
+from kitae.store.run_summary import RunView, ask_for, find_runs, look, size_of
 
 _AFTER = "held out after"
 _LAST = 5  # steps whose mean is the reward at the end

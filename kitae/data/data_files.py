@@ -6,9 +6,10 @@ starts, and says which of them are bad.
 """
 
 import csv
+import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import date, time
 from fnmatch import fnmatchcase
@@ -287,3 +288,11 @@ def _as_text(value: Any) -> str:
     if isinstance(value, bytes):
         return f"({len(value)} bytes)"
     return value.isoformat() if isinstance(value, date | time) else str(value)
+
+
+def fingerprint(records: Iterable[object]) -> str:
+    """Of what they say, in their order; two records that print the same are the same."""
+    digest = hashlib.blake2b(digest_size=16)
+    for record in records:
+        digest.update(repr(record).encode())
+    return digest.hexdigest()

@@ -1,6 +1,7 @@
-"""Settings of what the model talks to, and params of environments read into settings."""
+"""Settings of what the model talks to, params of environments as settings, and the variables that a program sees."""
 
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from pydantic import Field, JsonValue, ValidationError
@@ -44,3 +45,23 @@ def _described(problem: Any, kind: type[Section], name: str, place: str) -> str:
     if problem["type"] == "missing":
         return f"{place}: the environment {name!r} needs it"
     return f"{place}: {problem['msg'].removeprefix('Value error, ')}, got {problem['input']!r}"
+
+
+_NEEDED = ("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "TZ", "TERM", "TMPDIR")
+_CERTIFICATES = ("SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "NODE_EXTRA_CA_CERTS")
+_PREFIX = "LC_"
+_PROXIES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy")
+
+
+def program_variables(pass_on: Sequence[str] = (), given: Mapping[str, str] | None = None) -> dict[str, str]:
+    """What every program needs, the variables of ours that the recipe names, and those that it gives.
+
+    The address of a proxy is passed on unless it holds a password.
+    """
+    found = {name: text for name, text in os.environ.items() if _is_plain(name, text) or name in pass_on}
+    return {**found, **(given or {})}
+
+
+def _is_plain(name: str, text: str) -> bool:
+    plain = name in (*_NEEDED, *_CERTIFICATES) or name.startswith(_PREFIX)
+    return plain or (name.lower() in _PROXIES and "@" not in text)

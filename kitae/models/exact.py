@@ -19,8 +19,7 @@ from kitae.errors import ModelError
 from kitae.kernels.base import ModuleKernels
 from kitae.kernels.devices import training_kernels
 from kitae.kernels.exact.exact_attention import Reach, as_pages, attend
-from kitae.kernels.exact.exact_products import MANY, TILE, linear
-from kitae.kernels.exact.support import missing
+from kitae.kernels.exact.exact_products import MANY, TILE, linear, missing
 from kitae.models.attention_seam import AttentionContext
 from kitae.models.fuse import fuse_with
 from kitae.models.logprobs import HeadTransform

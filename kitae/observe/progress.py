@@ -17,8 +17,7 @@ from typing import Any, Self
 from kitae.config.root import DistilConfig, RLConfig, Root
 from kitae.observe.observer import Reported
 from kitae.observe.plain_output import terminal_of, visible
-from kitae.store.run_folder import Metrics
-from kitae.store.time_limit import TimeLimit
+from kitae.store.run_folder import Metrics, TimeLimit
 
 _COLUMNS = (
     ("step", "step", "{:.0f}"),

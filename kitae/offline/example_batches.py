@@ -9,8 +9,8 @@ from itertools import chain
 
 from kitae.config.root import StageConfig
 from kitae.data.chat import Chat
+from kitae.data.data_files import fingerprint
 from kitae.data.examples import Example, ExampleStream, held_out_examples, open_examples
-from kitae.data.fingerprint import fingerprint
 from kitae.data.rendering import Renderer, fit_list, fit_stream
 from kitae.errors import DataError
 from kitae.models.load import load_tokenizer

@@ -2,10 +2,20 @@
 
 The only module of `run`, `rl` and `offline` that knows concrete engines, trainers and transports. `stack` is the
 caller's: what is started here is closed with it.
+
+A run can have more or fewer engines while it goes on.
+
+    wanted: as many as it began with, or `kitae scale RUN ENGINES`
+    too few   an engine is started, loads what was handed over last, is probed, and joins
+    too many  the last to join leaves: what it samples goes on elsewhere
+    no place  the run goes on with the engines it has; another is tried every so often
+
+Engines that are lost are too few: they are replaced in the same way (`kitae.workers.pool`).
 """
 
-from collections.abc import Callable
-from contextlib import AsyncExitStack
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,15 +23,16 @@ import torch
 
 from kitae.config.root import RLConfig, StageConfig
 from kitae.engines.base import Engine
+from kitae.engines.engine_pool import EnginePool
 from kitae.engines.start_engine import EngineOrder, start_engine
 from kitae.models.facts import ModelFacts
 from kitae.models.policy import Policy
 from kitae.observe.observer import Observer
 from kitae.offline.base import Method
-from kitae.rl.elastic import resized
 from kitae.rl.proof_check import ProofCheck
 from kitae.rl.weight_sync import WeightSync
 from kitae.store.columns import FOLDER
+from kitae.store.run_summary import asked_for
 from kitae.trainer.base import Trainer
 from kitae.trainer.learner import Learner
 from kitae.trainer.start_trainer import make_learner, ranked_stage, start_trainer, supervised
@@ -131,3 +142,30 @@ async def _open_weight_store(config: RLConfig, trainer: Trainer, cluster: Cluste
     if kind in ("http", "broadcast"):
         settings["host"] = "127.0.0.1" if cluster is None else cluster.host
     return await trainer.open_weight_store(kind, config.engine.sync, settings)
+
+
+_LOOK = 1.0  # seconds between two looks at what is wanted
+
+
+@asynccontextmanager
+async def resized(
+    engine: Engine, weights: WeightSync, folder: Path, note: Callable[[str], None]
+) -> AsyncIterator[None]:
+    """Keep the engine pool of a run at its size, or at what is asked for later in the run's folder. Any other engine
+    stays as it is."""
+    if not isinstance(engine, EnginePool):
+        yield
+        return
+    engine.note, engine.admit = note, weights.admit
+    following = asyncio.create_task(_follow(engine, folder, engine.size), name="elastic")
+    try:
+        yield
+    finally:
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)
+
+
+async def _follow(pool: EnginePool, folder: Path, wanted: int) -> None:
+    while True:
+        pool.resize(asked_for(folder) or wanted)
+        await asyncio.sleep(_LOOK)

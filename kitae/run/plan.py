@@ -17,8 +17,8 @@ from kitae.algorithms.functions import Functions
 from kitae.algorithms.requirements import Trait
 from kitae.config.recipe import override_config
 from kitae.config.root import DistilConfig, DistilFileConfig, RewardConfig, RLConfig, Root, StageConfig, reinforcement
+from kitae.data.data_files import fingerprint
 from kitae.data.examples import held_out_examples
-from kitae.data.fingerprint import fingerprint
 from kitae.data.prompt_stream import PromptStream, eval_prompts, open_stream
 from kitae.engines.native.limits import check_engine
 from kitae.errors import ConfigError, ModelError

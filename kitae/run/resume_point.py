@@ -24,9 +24,8 @@ from kitae.models.load import find_model
 from kitae.observe.observer import Observer
 from kitae.store.checkpoints import START, Frontier
 from kitae.store.journal import Journal
-from kitae.store.run_folder import Metrics, Result, RunStore, changes_of_learning, needed_again
+from kitae.store.run_folder import Metrics, Result, RunStore, TimeLimit, changes_of_learning, needed_again
 from kitae.store.run_summary import look
-from kitae.store.time_limit import TimeLimit
 
 _DATA, _MODELS = "data", "models"  # the events that say what the run trains on
 

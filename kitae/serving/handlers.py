@@ -34,10 +34,9 @@ from kitae.engines.base import Sampled, stream_seed
 from kitae.serving.api_keys import Account
 from kitae.serving.base import Answer, Ask, Model, OnTokens
 from kitae.serving.http_bodies import EventStream, Json, endpoint, json_response, place_of, unless_gone
-from kitae.serving.prompt_reader import PromptReader
+from kitae.serving.prompt_reader import PromptReader, RequestReader
 from kitae.serving.refusals import AdmissionControl, Refused
 from kitae.serving.request_bodies import ChatBody, CompletionBody, DetokenizeBody, RequestBody, TokenizeBody
-from kitae.serving.request_reader import RequestReader
 from kitae.serving.requests import AnswerOrder, ToolChoice, read_chat, read_completion
 from kitae.serving.responses import AnswerRenderer, Choice, ResponseBuilder, StreamBuilder
 from kitae.serving.server_metrics import Counters

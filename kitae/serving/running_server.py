@@ -22,7 +22,7 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from kitae.errors import Interrupted
-from kitae.workers.descriptors import descriptors
+from kitae.workers.process_status import descriptors
 
 _LAST_WORDS = 10  # seconds for requests that are under way when the server is stopped
 _SHARE = 4  # of the descriptors, one in so many may be a connection; as many may be taken up at once

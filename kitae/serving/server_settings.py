@@ -5,9 +5,8 @@ from typing import Any
 
 from kitae.serving.api_keys import NO_LIMITS, ApiKey, KeyLimits, KeyRing
 from kitae.serving.handlers import AnswerPolicy
-from kitae.serving.prompt_reader import ControlTokens, PromptReader
+from kitae.serving.prompt_reader import ControlTokens, PromptReader, RequestReader
 from kitae.serving.request_bodies import READING, ReadingLimits
-from kitae.serving.request_reader import RequestReader
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ import time
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +34,6 @@ from kitae.store.checkpoints import START, Checkpoints
 from kitae.store.disk import explained, flush, write_whole
 from kitae.store.journal import Journal
 from kitae.store.sealed import seal
-from kitae.store.time_limit import TimeLimit
 
 if TYPE_CHECKING:
     from kitae.config.root import Root
@@ -105,6 +105,20 @@ class Result:
     def metrics(self) -> "list[dict[str, Any]]":
         """The lines of metrics.jsonl: one for each step, with "kind": "step", and one for each evaluation, "eval"."""
         return Metrics(self.folder / "metrics.jsonl").rows()
+
+
+class TimeLimit:
+    """What is left of the time for steps. seconds: what those before have taken, whichever process trained them."""
+
+    def __init__(self, minutes: float, seconds: float = 0.0) -> None:
+        self.left = 60 * minutes - seconds if minutes else inf
+
+    def spend(self, seconds: float) -> None:
+        self.left -= seconds
+
+    @property
+    def is_reached(self) -> bool:
+        return self.left <= 0
 
 
 class RunStore:

@@ -1,6 +1,8 @@
 """A run seen from outside: how it stands, what it holds, what could go. Reads; locks and loads nothing.
 
 look(Path("runs/quickstart-001")).status      "finished"
+
+What is asked of a run from outside is written beside it: how many engines it shall have.
 """
 
 import fcntl
@@ -19,6 +21,8 @@ from kitae.store.run_folder import Metrics, is_run, read_config
 
 if TYPE_CHECKING:
     from kitae.config.root import Root
+
+from kitae.store.disk import write_whole
 
 _WRITTEN = ("config.json", "journal.sqlite", "metrics.jsonl", "timeline.jsonl", "console.log", "checkpoints", "model")
 
@@ -153,3 +157,23 @@ def _is_locked(folder: Path) -> bool:
     except OSError:
         return True
     return False
+
+
+_FILE = "engines.txt"
+MOST = 4096
+
+
+def ask_for(folder: Path, engines: int) -> None:
+    """The run looks at it every second; one that does not go on now will when it does."""
+    if not 1 <= engines <= MOST:
+        raise StoreError(f"a run must have from 1 to {MOST} engines, got {engines}")
+    write_whole(folder / _FILE, f"{engines}\n")
+
+
+def asked_for(folder: Path) -> int | None:
+    """None: nobody has asked, or what is there is no number of engines."""
+    try:
+        engines = int((folder / _FILE).read_text())
+    except (OSError, ValueError):
+        return None
+    return engines if 1 <= engines <= MOST else None

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 
 from kitae.data.packing import with_experts
-from kitae.kernels.openmp import dismiss_team
+from kitae.kernels.allocation import dismiss_team
 from kitae.observe.meter import Kind, Totals
 from kitae.trainer.base import THREADS, Batch, Column, OutsideTeacher, annotate_with, annotated
 from kitae.trainer.forward import pack_rows, split_rows

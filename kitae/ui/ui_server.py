@@ -31,7 +31,7 @@ from kitae.ui.library import Library
 from kitae.ui.queries import whole
 from kitae.ui.records import as_json
 from kitae.ui.tables import Tables
-from kitae.workers.descriptors import descriptors
+from kitae.workers.process_status import descriptors
 
 STATIC = Path(__file__).parent / "static"
 _COMPARED = range(2, 7)

@@ -30,8 +30,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store
 
 from kitae.weights.base import Address, Manifest, Mode
-from kitae.weights.downloads import Downloads, Haste
-from kitae.weights.http_transport import HttpPublisher
+from kitae.weights.http_transport import Downloads, Haste, HttpPublisher
 from kitae.weights.layout import LIMIT, Chunk, delta_chunks, image_chunks
 from kitae.weights.process_group import (
     Backend,

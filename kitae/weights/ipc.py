@@ -22,7 +22,7 @@ from torch import Tensor
 from kitae.errors import EngineError
 from kitae.weights.base import Address, Bucket, Manifest, Mode
 from kitae.weights.bucket_server import ChunkServer, Shop
-from kitae.weights.downloads import Downloads, Haste
+from kitae.weights.http_transport import Downloads, Haste
 from kitae.weights.layout import LIMIT, starts
 from kitae.weights.publisher import BucketPublisher
 from kitae.weights.receiver import PullReceiver

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from harness import HERE, assert_same_metrics, rows, run_config, run_toy
 
-from kitae.algorithms.catalogue import settings
 from kitae.algorithms.config import AlgorithmConfig
 from kitae.algorithms.presets import PRESETS
 from kitae.algorithms.stages import STAGES
+from kitae.cli.choices import settings
 from kitae.config.recipe import load_config
 from kitae.errors import ConfigError
 from kitae.observe.observer import Bystander, Silent

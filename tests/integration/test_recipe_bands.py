@@ -6,7 +6,7 @@ import pytest
 from recipe_bands import falls_short
 
 from kitae.api import train
-from kitae.config.measured import measurements
+from kitae.cli.recipes import measurements
 from kitae.store.run_folder import Metrics
 
 pytestmark = pytest.mark.slow

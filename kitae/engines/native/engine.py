@@ -27,8 +27,7 @@ from kitae.engines.native.runner import ModelRunner, Result
 from kitae.engines.native.scheduler import Scheduler
 from kitae.engines.native.sequence import Decoding, Sketch
 from kitae.errors import EngineError, RequestError
-from kitae.kernels.allocation import return_freed_memory
-from kitae.kernels.openmp import dismiss_team
+from kitae.kernels.allocation import dismiss_team, return_freed_memory
 from kitae.models.adapters import Adapter
 from kitae.models.policy import Policy
 from kitae.models.routing import RouterShape

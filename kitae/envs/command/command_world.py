@@ -41,9 +41,8 @@ from kitae.data.chat import Chat
 from kitae.envs.base import Outcome
 from kitae.envs.command.own_network import Doorway
 from kitae.envs.command.program_sandbox import HOME, ProgramSandbox, places, sandboxed
-from kitae.envs.config import read_params
+from kitae.envs.config import program_variables, read_params
 from kitae.envs.episode_processes import EpisodeProcesses, EpisodeProcessLost
-from kitae.envs.program_variables import program_variables
 from kitae.errors import ConfigError, KitaeWarning
 from kitae.section import Section
 from kitae.serving.app import chat_routes, make_app, name_routes

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kitae.envs.games.guess import Game, GameMaker, Move
-from kitae.envs.games.textarena import Gymnasium, TextArena
+from kitae.envs.games.library_games import Gymnasium, TextArena
 from kitae.errors import ConfigError
 from kitae.workers.templates.template_main import Answer, serve
 

@@ -10,9 +10,8 @@ from typing import Any, ClassVar, Self
 from pydantic import Field
 
 from kitae.envs.command.program_sandbox import HOME, ProgramSandbox, places, sandboxed
-from kitae.envs.config import read_params
+from kitae.envs.config import program_variables, read_params
 from kitae.envs.episode_processes import EpisodeProcess, EpisodeProcesses
-from kitae.envs.program_variables import program_variables
 from kitae.envs.tools.base import ToolEpisode, ToolRefusal
 from kitae.errors import ConfigError
 from kitae.section import Section

@@ -16,11 +16,11 @@ import pytest
 from written_runs import WrittenRun
 
 import kitae
-from kitae.algorithms.catalogue import differences
 from kitae.algorithms.preferences import PREFERENCE_LOSSES
 from kitae.algorithms.presets import PRESETS
 from kitae.algorithms.stages import STAGES
 from kitae.cli import main, recipes
+from kitae.cli.choices import differences
 from kitae.config.recipe import parse_config
 from kitae.run.recompute_step import Replay
 from kitae.store.checkpoints import Frontier

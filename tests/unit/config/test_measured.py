@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from recipe_bands import falls_short
 
-from kitae.config import measured
-from kitae.config.measured import Measurement, by_hardware, measurements, told, write
+from kitae.cli import recipes
+from kitae.cli.recipes import Measurement, by_hardware, measurements, told, write
 from kitae.config.recipe import shipped_recipes
 from kitae.errors import ConfigError
 
@@ -25,7 +25,7 @@ def test_what_is_shipped_is_of_shipped_recipes_and_has_a_beginning_and_an_end() 
 
 
 def test_a_newer_run_takes_the_place_of_an_older_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measured, "FILE", tmp_path / "measured.jsonl")
+    monkeypatch.setattr(recipes, "FILE", tmp_path / "measured.jsonl")
     write([run(seed=1), run(seed=0), run("lora")])
     write([run(seed=1, end=0.98), run(seed=1, hardware="2 CPU cores")])
     assert measurements("lora") == [run("lora")]
@@ -34,7 +34,7 @@ def test_a_newer_run_takes_the_place_of_an_older_one(tmp_path: Path, monkeypatch
 
 
 def test_a_damaged_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measured, "FILE", tmp_path / "measured.jsonl")
+    monkeypatch.setattr(recipes, "FILE", tmp_path / "measured.jsonl")
     (tmp_path / "measured.jsonl").write_text('{"recipe": "sort"}\n')
     with pytest.raises(ConfigError, match=r"measured\.jsonl must hold one measurement a line"):
         measurements()

@@ -12,7 +12,7 @@ import torch
 from kitae.engines.base import Request, SamplingParams
 from kitae.engines.config import EngineConfig
 from kitae.engines.native.engine import NativeEngine
-from kitae.kernels.openmp import dismiss_team
+from kitae.kernels.allocation import dismiss_team
 from kitae.models.policy import Policy
 from kitae.trainer.local_trainer import LocalTrainer
 

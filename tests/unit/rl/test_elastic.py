@@ -13,9 +13,9 @@ from kitae.engines.base import Capabilities, Completion, Request, SamplingParams
 from kitae.engines.engine_pool import EnginePool
 from kitae.engines.fake import FakeEngine, Pace
 from kitae.errors import EngineError, EngineLost, StoreError
-from kitae.rl.elastic import resized
 from kitae.rl.weight_sync import WeightSync
-from kitae.store.engine_count import ask_for, asked_for
+from kitae.run.assembly import resized
+from kitae.store.run_summary import ask_for, asked_for
 from kitae.weights.base import Manifest
 from kitae.weights.probe import Probe
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kitae.weights.base import Bucket
 from kitae.weights.bucket_server import ChunkServer, Shop
-from kitae.weights.downloads import Downloads, Haste
+from kitae.weights.http_transport import Downloads, Haste
 from kitae.weights.layout import Chunk
 from kitae.weights.publisher import checksum_of
 

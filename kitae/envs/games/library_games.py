@@ -1,4 +1,6 @@
-"""Games of TextArena for one player."""
+"""Games of two libraries: TextArena's for one player, and Gymnasium's with discrete actions, rendered as text where
+possible.
+"""
 
 import re
 from collections.abc import Mapping
