@@ -15,7 +15,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from kitae.config.recipe import find_recipe, load_config, override_config
+from kitae.config.locate import find_recipe
+from kitae.config.recipe import load_config, override_config
 from kitae.config.root import RLConfig, reinforcement
 from kitae.evaluation.run_suites import Entrant, EvaluationSettings, evaluate_models
 from kitae.evaluation.suites import KNOWN, Suite, find_suites

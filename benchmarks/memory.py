@@ -16,7 +16,8 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-from kitae.config.recipe import find_recipe, load_config
+from kitae.config.locate import find_recipe
+from kitae.config.recipe import load_config
 from kitae.config.root import RLConfig
 from kitae.store.run_folder import Metrics
 from kitae.study.time_estimate import estimate

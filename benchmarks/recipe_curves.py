@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from kitae.cli.recipes import Measurement, by_hardware, measurements, write
-from kitae.config.recipe import find_recipe, load_config
+from kitae.config.locate import find_recipe
+from kitae.config.recipe import load_config
 from kitae.errors import ConfigError
 from kitae.observe.plots import load_pyplot
 from kitae.store.run_folder import Metrics

@@ -20,7 +20,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 
 from kitae.cli.simulation import parse_lengths, parse_pairs, parse_times, whole_numbers
-from kitae.config.recipe import find_recipe, load_config, override_config
+from kitae.config.locate import find_recipe
+from kitae.config.recipe import load_config, override_config
 from kitae.config.root import reinforcement
 from kitae.errors import ConfigError, KitaeError
 from kitae.study.model_shape import read_model

@@ -12,7 +12,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, overload
 
-from kitae.config.recipe import find_recipe, find_run, model_settings, override_config, read_recipe
+from kitae.config.locate import find_recipe, find_run
+from kitae.config.recipe import model_settings, override_config, read_recipe
 from kitae.config.root import RLConfig, Root, reinforcement
 from kitae.engines.base import SamplingParams
 from kitae.errors import ConfigError

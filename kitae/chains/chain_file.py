@@ -29,7 +29,8 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from kitae.config.recipe import find_recipe, make_config, read_recipe, with_settings
+from kitae.config.locate import find_recipe
+from kitae.config.recipe import make_config, read_recipe, with_settings
 from kitae.config.root import RLConfig, Root, StageConfig, reinforcement
 from kitae.data.examples import held_out_examples
 from kitae.errors import ConfigError, KitaeError

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from kitae.config.recipe import find_run
+from kitae.config.locate import find_run
 
 RECIPE = typer.Argument(
     help="A recipe file, or the name of one that comes with Kitae (kitae recipes).", metavar="RECIPE"

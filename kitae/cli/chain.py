@@ -11,7 +11,7 @@ import typer
 from kitae.cli.sample import watching
 from kitae.cli.screen import Screen
 from kitae.cli.text import table
-from kitae.config.recipe import find_chain
+from kitae.config.locate import find_chain
 from kitae.errors import Interrupted
 
 if TYPE_CHECKING:

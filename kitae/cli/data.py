@@ -12,7 +12,8 @@ import typer
 
 from kitae.cli.arguments import Overrides, Recipe
 from kitae.cli.text import table
-from kitae.config.recipe import find_recipe, load_config
+from kitae.config.locate import find_recipe
+from kitae.config.recipe import load_config
 from kitae.config.root import RLConfig, Root, StageConfig
 from kitae.data.chat import Chat
 from kitae.data.data_files import local_file

@@ -13,18 +13,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kitae.cli.text import table
-from kitae.config.recipe import find_recipe, find_run, load_config, override_config
+from kitae.config.locate import find_recipe, find_run
+from kitae.config.recipe import load_config, override_config
 from kitae.config.root import RLConfig, reinforcement
 from kitae.errors import ConfigError, Interrupted, StoreError
+from kitae.evaluation.measure import Evaluation, Marks
+from kitae.evaluation.run_suites import Comparison, EvaluationReport
+from kitae.evaluation.statistics import Interval
 from kitae.observe.plain_output import terminal_of, visible
 
 if TYPE_CHECKING:
     from kitae.evaluation.run_suites import Entrant, EvaluationReport, EvaluationWatcher
     from kitae.evaluation.suites import Suite
-
-from kitae.evaluation.measure import Evaluation, Marks
-from kitae.evaluation.run_suites import Comparison, EvaluationReport
-from kitae.evaluation.statistics import Interval
 
 _OVERRIDE = re.compile(r"[\w.]*=")
 

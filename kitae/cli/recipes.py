@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from typing import Any
 
-from kitae.config.recipe import SHIPPED, shipped_chains, shipped_recipes, summary
+from kitae.config.locate import SHIPPED, shipped_chains, shipped_recipes, summary
 from kitae.errors import ConfigError
 
 FILE = SHIPPED / "measured.jsonl"

@@ -4,7 +4,13 @@ On a terminal, long output goes through a pager, as much of it as the reader ask
 """
 
 import json
-from collections.abc import Iterator
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,7 +19,7 @@ import typer
 
 from kitae.cli.arguments import Run
 from kitae.errors import KitaeError, StoreError
-from kitae.observe.plain_output import visible
+from kitae.observe.plain_output import terminal_of, visible
 from kitae.store.journal import Journal
 from kitae.types import GREEDY
 from kitae.ui import samples
@@ -24,19 +30,6 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from kitae.types import Group
-import os
-import shlex
-import shutil
-import subprocess
-import sys
-from collections.abc import Iterable
-from contextlib import suppress
-from typing import TYPE_CHECKING
-
-from kitae.observe.plain_output import terminal_of
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
 
 
 _FEW = 8  # samples, where neither a pager nor a program reads them

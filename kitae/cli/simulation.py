@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kitae.cli.arguments import Overrides, Recipe
-from kitae.config.recipe import find_recipe, load_config
+from kitae.config.locate import find_recipe
+from kitae.config.recipe import load_config
 from kitae.config.root import reinforcement
 from kitae.errors import ConfigError
 from kitae.plugins import nearest

@@ -6,7 +6,8 @@ import typer
 
 from kitae.cli.arguments import RECIPE, Overrides, Run
 from kitae.cli.screen import Screen
-from kitae.config.recipe import find_recipe, load_config, shipped_recipes
+from kitae.config.locate import find_recipe, shipped_recipes
+from kitae.config.recipe import load_config
 from kitae.config.root import RLConfig
 from kitae.data.data_files import check_files
 

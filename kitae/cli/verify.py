@@ -15,7 +15,8 @@ from typing import Annotated, Any
 import typer
 
 from kitae.cli.arguments import Overrides, Recipe
-from kitae.config.recipe import find_recipe, load_config
+from kitae.config.locate import find_recipe
+from kitae.config.recipe import load_config
 from kitae.config.root import reinforcement
 from kitae.data.prompt_stream import open_stream
 from kitae.errors import DataError, VerifierError

@@ -20,8 +20,10 @@ import hashlib
 import json
 import logging
 import random
+import sqlite3
 import ssl
 from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import closing
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from functools import cache
@@ -35,8 +37,6 @@ from kitae.errors import RemoteError
 
 if TYPE_CHECKING:
     import httpx
-import sqlite3
-from contextlib import closing
 
 _LOG = logging.getLogger(__name__)
 _FILE = "replies.sqlite3"

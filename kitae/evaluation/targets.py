@@ -7,7 +7,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from kitae.config.recipe import make_config, shipped_recipes
+from kitae.config.locate import shipped_recipes
+from kitae.config.recipe import make_config
 from kitae.config.root import RLConfig, reinforcement
 from kitae.data.tasks import TASKS
 from kitae.errors import ConfigError

@@ -12,7 +12,7 @@ import ctypes
 import functools
 import gc
 import platform
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -20,9 +20,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kitae.kernels.adamw import Rest
-from collections.abc import Callable
-
-import torch
 
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -2, -3, -8  # malloc.h
 _MASTER = "kitae_master"  # goes with the parameter, and is gone with it
@@ -196,5 +193,7 @@ def dismiss_team() -> None:
 @functools.cache
 def _pause() -> Callable[[int], Any]:
     """The function of the runtime that torch has loaded, which Kitae's kernels use too; older runtimes lack it."""
+    import torch
+
     library = ctypes.CDLL(torch._C.__file__)
     return getattr(library, "omp_pause_resource_all", lambda _: None)

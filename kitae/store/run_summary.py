@@ -16,13 +16,12 @@ from typing import TYPE_CHECKING, Any, Literal
 from kitae.errors import KitaeError, StoreError
 from kitae.store.checkpoints import Checkpoints
 from kitae.store.columns import FOLDER
+from kitae.store.disk import write_whole
 from kitae.store.journal import Journal
 from kitae.store.run_folder import Metrics, is_run, read_config
 
 if TYPE_CHECKING:
     from kitae.config.root import Root
-
-from kitae.store.disk import write_whole
 
 _WRITTEN = ("config.json", "journal.sqlite", "metrics.jsonl", "timeline.jsonl", "console.log", "checkpoints", "model")
 

@@ -10,7 +10,8 @@ from harness import rows, run_config
 from transformers import AutoModelForCausalLM
 
 from kitae.algorithms.config import AlgorithmConfig
-from kitae.config.recipe import find_recipe, load_config
+from kitae.config.locate import find_recipe
+from kitae.config.recipe import load_config
 from kitae.data.chat import Chat
 from kitae.data.prompt_stream import open_stream
 from kitae.engines.base import Completion, Request, SamplingParams

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from kitae.chains.chain_file import ChainPlan, check_chain, read_chain
-from kitae.config.recipe import find_chain, shipped_chains
+from kitae.config.locate import find_chain, shipped_chains
 from kitae.config.root import RLConfig, StageConfig
 from kitae.errors import ConfigError
 from kitae.models.load import find_model

@@ -7,7 +7,7 @@ from recipe_bands import falls_short
 
 from kitae.cli import recipes
 from kitae.cli.recipes import Measurement, by_hardware, measurements, told, write
-from kitae.config.recipe import shipped_recipes
+from kitae.config.locate import shipped_recipes
 from kitae.errors import ConfigError
 
 
