@@ -234,7 +234,7 @@ def _held_out_files(config: ExamplesConfig) -> list[File]:
 
 
 def _named(file: File, paths: Sequence[str]) -> File:
-    """Two files of one name in different folders are told apart by their paths."""
+    """Two files of one name in different folders are named by their paths."""
     same = [path for path in paths if Path(path).name == file.name]
     return file if len(same) < 2 else File(file.path, str(file.path))
 

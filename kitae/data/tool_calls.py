@@ -40,7 +40,7 @@ Said = tuple[str, str, tuple[ToolCall, ...]]
 
 
 class _Problem(Exception):
-    """Something that looks like a call is none; the message can be told to the model."""
+    """Something that looks like a call is none; the message may be shown to the model."""
 
 
 class CallReader:

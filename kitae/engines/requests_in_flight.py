@@ -35,8 +35,8 @@ class Flight(Generic[H]):
     ending: Ending | None = None
 
     def progress(self, known: int = 0) -> Sampled:
-        """What to continue from, after the first `known` tokens. The last token told may have been the one that ended
-        it: it is drawn again."""
+        """What to continue from, after the first `known` tokens. The last reported token may have been the one that
+        ended it: it is drawn again."""
         s = self.sampled
         return s.until(max(len(self.request.prior.tokens), len(s.tokens) - 1)).after(known)
 

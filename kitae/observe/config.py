@@ -1,4 +1,4 @@
-"""Settings of what is kept and told of a run."""
+"""Settings of what is recorded and reported of a run."""
 
 from typing import Literal, Self
 

@@ -57,8 +57,8 @@ class Method(Protocol):
         self, trainer: Trainer, items: Iterable[Item], held_out: Sequence[Item], folder: Path, observer: Observer
     ) -> None:
         """Before the first step, and when a run goes on: what must be known of all items that will be trained on, and
-        of those that are held out. The trainer has the weights that the run begins with. observer: hears how far it is,
-        where that takes its time."""
+        of those that are held out. The trainer has the weights that the run begins with. observer: receives the
+        progress, where that takes its time."""
 
     async def batch(self, trainer: Trainer, items: Sequence[Item]) -> Batch:
         """What one step trains on."""

@@ -35,7 +35,7 @@ _TOLD = 64  # units computed between two words on how far it is
 class ReferenceLogProbs:
     """`folder` is that of the run; its `reference/00000.safetensors`, … hold a part of the sequences each.
 
-    observer: hears how far it is. config: of the run.
+    observer: receives the progress. config: of the run.
     """
 
     def __init__(self, folder: Path, observer: Observer, config: StageConfig) -> None:

@@ -107,7 +107,7 @@ class Tally:
 
 
 class SampleWatcher:
-    """Is told how far it is; this one looks away."""
+    """Receives the progress of sampling; this one ignores it."""
 
     def note(self, text: str) -> None:
         pass

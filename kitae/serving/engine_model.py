@@ -45,7 +45,7 @@ class EngineModel:
 
 class TokenStreams:
     """Requests whose tokens are passed on as they come; of others, the time of the first token is noted. One task polls
-    the engine for all of them, less often the more there are, and only while there is something to hear."""
+    the engine for all of them, less often the more there are, and only while somebody waits for tokens."""
 
     def __init__(self, engine: Engine, every: float = _EVERY) -> None:
         self._engine, self._every = engine, every

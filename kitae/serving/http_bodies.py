@@ -37,7 +37,7 @@ class GoneError(Exception):
 async def receive_body(
     request: Request, limits: ReadingLimits = READING, hold: Callable[[int], None] = lambda size: None
 ) -> bytes:
-    """The bytes of a body. hold: is told how many there are by now, and may refuse more."""
+    """The bytes of a body. hold: is called with their number so far, and may refuse more."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":  # a page of another site cannot send this without a preflight request
         raise Refused(f"the content-type must be application/json, got {clip(kind) or 'none'}", 415)

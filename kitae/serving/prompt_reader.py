@@ -137,7 +137,7 @@ class RequestReader(Generic[P]):
 
     @contextmanager
     def _room(self) -> Iterator[Callable[[int], None]]:
-        """`hold(bytes)` tells how long a body has become by now."""
+        """`hold(bytes)` is called with the length that a body has reached."""
         mine = 0
 
         def hold(size: int) -> None:

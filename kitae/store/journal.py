@@ -1,7 +1,7 @@
 """The journal: every prompt, rollout and score in SQLite, committed before anything uses them.
 
 One writer thread commits what has gathered meanwhile in one transaction, so callers wait for the commit but never block
-the event loop. WAL mode: a killed process loses nothing that a caller was told is written. A machine that loses power
+the event loop. WAL mode: a killed process loses nothing that was confirmed to a caller. A machine that loses power
 may lose the last commits, never one before `sync` returned; a checkpoint is made only after that.
 
     prompts   what was asked, by group id; the slot of the buffer it was issued into, and the version served then
@@ -376,7 +376,7 @@ class Journal:
             try:
                 _commit(connection, job.statements)
                 self._settle(job)
-            except Exception as error:  # whatever it is, its caller must hear of it
+            except Exception as error:  # whatever it is, it is raised in its caller
                 job.done.set_exception(_explain(error, self.path))
 
     def _settle(self, job: _Job) -> None:

@@ -165,7 +165,7 @@ def problem_of(r: Rollout) -> str:
 
 
 def filed_text(chains: str, files: ColumnFiles) -> str:
-    """What a rollout said whose row has no text; nothing where it cannot be read: who opens it is told why."""
+    """What a rollout said whose row has no text; nothing where it cannot be read: whoever opens it gets the reason."""
     shapes = [shape for _, segments in json.loads(chains) for shape in segments]
     found = _only_text(
         [_Values(b"", b"", b"", b"", files).segment(*shape) for shape in shapes if len(shape) > _IN_FILES]

@@ -252,7 +252,7 @@ class _BroadcastReader:
         yield from self._downloads.get_all(manifest.version, list(missing.values()))
 
     def _hear(self, plan: Mapping[str, Any], version: int, chunks: Sequence[Chunk]) -> Iterator[tuple[int, Tensor]]:
-        """The buckets that a round brings whole. It is heard in a thread, which can be left alone."""
+        """The buckets that a round brings whole. It is received in a thread, which may be abandoned."""
         found: queue.Queue[tuple[int, Tensor] | None] = queue.Queue(2)
         threading.Thread(target=self._attend, args=(plan, version, chunks, found), name="round", daemon=True).start()
         with suppress(queue.Empty):

@@ -206,7 +206,7 @@ class CudaMemory:
 
 
 class _Bytes:
-    """How torch is told of memory that is not its own."""
+    """The interface by which torch takes memory that is not its own."""
 
     def __init__(self, pointer: int, size: int) -> None:
         self.__cuda_array_interface__ = {"shape": (size,), "typestr": "|u1", "data": (pointer, False), "version": 3}

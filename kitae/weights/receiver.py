@@ -66,7 +66,7 @@ class PullReceiver:
                 try:
                     delta.apply(part, self.parameters[part.name], data)
                 except (ValueError, IndexError, RuntimeError):  # positions or sizes that cannot be: it is damaged
-                    continue  # the checksums tell
+                    continue  # the checksums show what is missing
 
     def _load(self, manifest: Manifest, pieces: Mapping[int, list[Piece]], wanted: Iterable[int]) -> tuple[int, ...]:
         """Load buckets from the image; those that are damaged."""

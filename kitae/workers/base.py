@@ -1,7 +1,7 @@
 """The cluster seam: worker processes somewhere, each with one connection to the controller.
 
 The controller, which is the process of `kitae train`, says what is to run and in which pool; the back-end finds a
-place for it, starts it there and says how it ended. What the two sides tell each other (`kitae.workers.frames`) is no
+place for it, starts it there and says how it ended. What the two sides send each other (`kitae.workers.frames`) is no
 affair of the back-end. Tensors never go through it.
 """
 

@@ -1,7 +1,8 @@
 """The controller's end of the connection with a worker process (`kitae.workers.serve` is the other one).
 
 A worker is *lost* when its process ends, breaks off the connection, does not answer a call in time, or gives no sign of
-life for too long. A lost worker is killed and never heard again; whoever waits for a reply of it gets `WorkerLost`.
+life for too long. A lost worker is killed, and nothing of it is read any more; whoever waits for a reply of
+it gets `WorkerLost`.
 """
 
 import asyncio

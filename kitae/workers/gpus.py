@@ -1,7 +1,7 @@
 """Which GPU each worker process on this machine computes on.
 
-A process is told by `CUDA_VISIBLE_DEVICES`, as Ray tells its own: the GPU that comes first there is the one that `cuda`
-means in it. The others stay visible, so that a process may read weights from the memory of another GPU.
+A process gets its GPUs by `CUDA_VISIBLE_DEVICES`, as those of Ray do: the GPU that comes first there is the one that
+`cuda` means in it. The others stay visible, so that a process may read weights from the memory of another GPU.
 """
 
 import os

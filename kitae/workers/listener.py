@@ -17,7 +17,7 @@ Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 class Listener:
-    """`async with listener.expect() as (where, arrival): …` tells the process `where`, then `reader, writer = await
+    """`async with listener.expect() as (where, arrival): …` gives the process `where`, then `reader, writer = await
     arrival`. Each secret lets one connection in, and only while it is expected; all others are closed unanswered.
 
     refused: how many those were.
@@ -68,7 +68,7 @@ class Listener:
         arrival.set_result((reader, writer))
 
     def _take(self, said: bytes) -> asyncio.Future[Streams] | None:
-        """The arrival that was told this secret. All are compared, so that time tells nothing about them."""
+        """The arrival that was given this secret. All are compared, so that the time it takes reveals none."""
         found = [secret for secret in self._expected if hmac.compare_digest(secret.encode(), said)]
         return self._expected.pop(found[0]) if found else None
 

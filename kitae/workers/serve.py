@@ -6,7 +6,7 @@
                                    ◄  {"ready": true, …}, or {"refused": text}, which is the end
                                    ◄  {"event": name, …}, {"tick": true}: unasked; a tick is a sign of life
 
-Every frame to the controller may have a "status". A worker ends when it is told to, or when the connection does.
+Every frame to the controller may have a "status". A worker ends when it is asked to, or when the connection does.
 """
 
 import asyncio
@@ -45,7 +45,7 @@ class Served:
     concurrent: Mapping[str, Call] = {}
 
     def status(self) -> Mapping[str, Any] | None:
-        """What every frame tells the controller of the worker's state."""
+        """The state of the worker, which every frame to the controller carries."""
         return None
 
     def tick(self) -> None:
@@ -68,8 +68,8 @@ def serve(
 
 @contextmanager
 def _signs_of_work(stream: socket.socket) -> Iterator[None]:
-    """Tell the controller how much processor time this process has used, and how much it has read: a model of any size
-    may be loaded, as long as it goes on. A thread says so, since loading a model blocks the event loop."""
+    """Report to the controller how much processor time this process has used, and how much it has read: a model of any
+    size may be loaded, as long as it goes on. A thread says so, since loading a model blocks the event loop."""
     ended = threading.Event()
 
     def tell() -> None:

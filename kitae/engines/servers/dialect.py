@@ -98,7 +98,7 @@ def spell(options: Mapping[str, object], flags: Sequence[str]) -> list[str]:
 
 
 def read_spans(told: Sequence[Mapping[str, object]] | None) -> tuple[VersionSpan, ...]:
-    """Both kinds of server tell them alike."""
+    """Both kinds of server write them in the same way."""
     return tuple(VersionSpan(read_version(s["version"]), int(str(s["start"])), int(str(s["end"]))) for s in told or ())
 
 

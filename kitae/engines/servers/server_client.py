@@ -65,7 +65,7 @@ class Line:
         return await _or_lost(path, self._client.request(method, self.url + path, **what))
 
     async def events(self, path: str, body: Json) -> AsyncIterator[Json]:
-        """What a server tells in answer to one request, until it has said that this is all."""
+        """What a server sends in answer to one request, until it has sent everything."""
         import httpx
 
         try:

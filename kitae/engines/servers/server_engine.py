@@ -40,8 +40,8 @@ T = TypeVar("T")
 
 LIMITS = Deadlines(start=1800.0, answer=600.0, silence=30.0, stall=600.0, close=10.0)
 _SLICES = 10  # of the longest silence
-_WORTH_NOTING = 64  # tokens of an attempt after which the ledger is told
-_INSIST = 0.25  # seconds after which a server is told again to abort a request: it may not have known it yet
+_WORTH_NOTING = 64  # tokens of an attempt after which the ledger is brought up to date
+_INSIST = 0.25  # seconds after which a server is asked again to abort a request: it may not have known it yet
 
 
 class ServerEngine:
@@ -82,7 +82,7 @@ class ServerEngine:
         self._paused = False  # by the caller
         self._halted = False  # a version did not arrive whole here: no step until one does
         self._broken = False  # weights did not reach the server whole
-        self._stands = False  # the server was told to pause
+        self._stands = False  # the server was asked to pause
         self._shut = True  # what the server sends waits: it stands, or its weights are not known to be good
         self._heard = False  # something came from the server since somebody looked
         self._turn = asyncio.Lock()  # who pauses, resumes, loads or probes
@@ -442,7 +442,7 @@ class ServerEngine:
 
     async def _update(self, update: WeightUpdate) -> int:
         async with self._updating, hold_update(self._weight_store, update.version, update.manifest) as manifest:
-            try:  # what is wrong with a version is found before the server hears of it
+            try:  # what is wrong with a version is found before the server gets it
                 self._repaired += await asyncio.to_thread(self._folder.take, manifest)
             except WeightsDamaged:
                 self._halted = True

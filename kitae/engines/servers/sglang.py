@@ -66,7 +66,7 @@ class SGLang:
         }
 
     def news(self, event: Json, known: int) -> StreamEvent:
-        """A server tells all tokens so far each time, or those that are new: `completion_tokens` says how many."""
+        """A server sends all tokens so far each time, or only new ones: `completion_tokens` says how many."""
         meta = event["meta_info"]
         new = int(meta["completion_tokens"]) - known
         told = meta.get("output_token_logprobs") or []

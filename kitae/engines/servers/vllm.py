@@ -22,7 +22,7 @@ from kitae.engines.servers.server_client import Json, Line, LineLost, Refusal
 _GENERATE = "/inference/v1/generate"
 _PREFIX = "generate-tokens-"  # which vLLM puts before the name of a request
 _EXTENSION = "kitae.engines.servers.vllm_plugin.KitaeWorker"
-_TELL = 16  # tokens of a sequence that are told at a time
+_TELL = 16  # tokens of a sequence that are sent at a time
 
 
 class VLLM:

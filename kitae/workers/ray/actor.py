@@ -1,4 +1,4 @@
-"""The actor at a place of a Ray cluster, which has a process there, and what it tells of it."""
+"""The actor at a place of a Ray cluster, which has a process there, and its reports about the process."""
 
 import asyncio
 import os
@@ -35,7 +35,7 @@ class Bulletin:
 
 
 class Keeper:
-    """The actor: starts one process beside it, tells what it writes and how it ends, and takes it along when it dies.
+    """The actor: starts one process beside it, reports what it writes and how it ends, and takes it along when it dies.
 
     Its methods are coroutines, so they run in one thread, whose end is the end of the process (see `die_with`).
     """

@@ -4,7 +4,7 @@
         ▲                                               │ starts, watches, dies with
         └───── one TCP connection, with a secret ────── the worker program (`kitae.workers.worker_main`)
 
-Ray finds places and says what became of them. What controller and worker tell each other goes past it.
+Ray finds places and says what became of them. What controller and worker send each other does not pass through it.
 """
 
 import asyncio

@@ -23,7 +23,7 @@ _KNOCK = 5.0  # seconds in which a running cluster must answer
 def import_ray() -> Any:
     """With its habit turned off to start a cluster whenever it is used without one: after a `close`, say."""
     try:
-        with episode_context(RAY_ENABLE_AUTO_CONNECT="0"):
+        with environment_of_ray(RAY_ENABLE_AUTO_CONNECT="0"):
             import ray
     except ImportError:
         raise ConfigError("cluster.backend = 'ray' needs the package ray: pip install 'kitae[cluster]'") from None
@@ -41,7 +41,7 @@ def connect(ray: Any, address: str) -> None:
     _knock(address)
     local = {"_node_ip_address": LOOPBACK} if address.startswith(LOOPBACK) else {}
     try:
-        with episode_context(), warnings.catch_warnings():
+        with environment_of_ray(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             ray.init(
                 address=address, log_to_driver=False, logging_level=logging.ERROR, configure_logging=False, **local
@@ -66,7 +66,7 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
-class episode_context:
+class environment_of_ray:
     """Variables of the environment, for a while; and the handler of SIGTERM as it was before."""
 
     def __init__(self, **given: str) -> None:
@@ -123,7 +123,7 @@ class OwnNodes:
 
     def add(self, number: int, **settings: Any) -> Any:
         """One more node; settings: of Ray, in place of ours."""
-        with episode_context(RAY_TMPDIR=self.folder, RAY_USAGE_STATS_ENABLED="0", RAY_AUTH_MODE="disabled"):
+        with environment_of_ray(RAY_TMPDIR=self.folder, RAY_USAGE_STATS_ENABLED="0", RAY_AUTH_MODE="disabled"):
             return self.nodes.add_node(**{**_node(number), **settings})
 
     def remove(self, node: Any) -> None:

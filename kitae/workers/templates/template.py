@@ -47,9 +47,9 @@ class Template(Generic[GreetingT]):
 
     `Template("kitae.verifiers.child_main", {"name": "math", "params": {}}, read=Loaded.of, hear=print,
     what="verifier worker", error=VerifierError)`: `main` of the module runs there, and calls `serve`. `setup` goes to
-    it, `greeting` is what `read` makes of its answer, and `hear` gets what it and its workers print, piece by piece.
-    Failures are of the type `error` and name the workers as `what`. start_limit: seconds for it to load what it needs.
-    environment: variables that it has beside ours.
+    it, `greeting` is what `read` makes of its answer, and `hear` is called with what it and its workers print, piece by
+    piece. Failures are of the type `error` and name the workers as `what`. start_limit: seconds for it to load what it
+    needs. environment: variables that it has beside ours.
     """
 
     def __init__(

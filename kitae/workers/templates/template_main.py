@@ -115,7 +115,7 @@ def _open_streams(descriptor: int) -> None:
 
 
 def _flush_streams(descriptor: int) -> None:
-    """End a check's last line, so that it is heard now; a check that closed its streams does not rob the next."""
+    """End a check's last line, so that it is passed on now; a check that closed its streams does not rob the next."""
     try:
         for stream in {sys.stdout, sys.stderr}:
             if isinstance(stream, _Stream) and stream.line_is_open:

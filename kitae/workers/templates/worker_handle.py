@@ -12,12 +12,12 @@ from kitae.workers.background_tasks import SLICES
 from kitae.workers.process_status import describe, family_of, processor_time, state_of
 
 _STDERR_TAIL = 2_000  # bytes of stderr that are remembered
-_MAX_LINE = 10_000  # bytes of a line that are told on
+_MAX_LINE = 10_000  # bytes of a line that are passed on
 _LAST_WORDS = 0.1  # seconds for what a process that has ended left in its pipe
 
 
 class Words:
-    """What a process writes to its stdout and stderr: told on as whole lines, and the end of it remembered."""
+    """What a process writes to its stdout and stderr: passed on as whole lines, and the end of it kept."""
 
     def __init__(
         self, transport: asyncio.ReadTransport, reader: asyncio.StreamReader, hear: Callable[[bytes], None]
