@@ -17,13 +17,12 @@ from kitae.config.locate import find_recipe, find_run
 from kitae.config.recipe import load_config, override_config
 from kitae.config.root import RLConfig, reinforcement
 from kitae.errors import ConfigError, Interrupted, StoreError
-from kitae.evaluation.measure import Evaluation, Marks
-from kitae.evaluation.run_suites import Comparison, EvaluationReport
-from kitae.evaluation.statistics import Interval
 from kitae.observe.plain_output import terminal_of, visible
 
 if TYPE_CHECKING:
-    from kitae.evaluation.run_suites import Entrant, EvaluationReport, EvaluationWatcher
+    from kitae.evaluation.measure import Evaluation, Marks
+    from kitae.evaluation.run_suites import Comparison, Entrant, EvaluationReport, EvaluationWatcher
+    from kitae.evaluation.statistics import Interval
     from kitae.evaluation.suites import Suite
 
 _OVERRIDE = re.compile(r"[\w.]*=")
@@ -90,7 +89,7 @@ def evaluate(
         except KeyboardInterrupt:
             raise Interrupted("interrupted; the same command goes on from here", signal.SIGINT) from None
     if markdown is not None:
-        _write(markdown, _page(report))
+        _write(markdown, as_markdown(report))
     if answers is not None:
         _write(answers, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in _answers(report)))
     if as_json:
@@ -200,7 +199,7 @@ def _watching() -> "Iterator[EvaluationWatcher]":
                 self._done[suite] = f"{suite} {done}/{total}"
                 status.update(f"asking {model}: {', '.join(self._done.values())}")
 
-            def evaluated(self, model: str, suite: str, found: Evaluation) -> None:
+            def evaluated(self, model: str, suite: str, found: "Evaluation") -> None:
                 self._done.clear()
                 if not sys.stderr.isatty():
                     self.note(f"{model} on {suite}: {found.avg} on {found.judged} of {found.prompts} problems")
@@ -213,10 +212,6 @@ def _print(report: "EvaluationReport") -> None:
     print(table(lines, left=left_columns(lines[0])))
     print()
     print("\n".join(notes(report)))
-
-
-def _page(report: "EvaluationReport") -> str:
-    return as_markdown(report)
 
 
 def _answers(report: "EvaluationReport") -> Iterator[dict[str, Any]]:
@@ -251,7 +246,7 @@ _NONE = "–"
 _LEFT = ("suite", "score", "model")
 
 
-def results(report: EvaluationReport) -> list[list[str]]:
+def results(report: "EvaluationReport") -> list[list[str]]:
     """A row of titles, and one row for each suite, scoring and model."""
     k = report.settings.eval.samples
     titles = [*_LEFT, "problems", f"avg@{k}"]
@@ -271,7 +266,7 @@ def results(report: EvaluationReport) -> list[list[str]]:
     return _without_empty(lines)
 
 
-def notes(report: EvaluationReport) -> list[str]:
+def notes(report: "EvaluationReport") -> list[str]:
     """Notes that explain the table."""
     e, k = report.settings.eval, report.settings.eval.samples
     how = "greedy" if e.temperature == 0 else f"temperature {e.temperature:g}"
@@ -291,7 +286,7 @@ def notes(report: EvaluationReport) -> list[str]:
     return found
 
 
-def as_markdown(report: EvaluationReport) -> str:
+def as_markdown(report: "EvaluationReport") -> str:
     """The table with its notes below, in Markdown."""
     titles, *lines = results(report)
     rule = ["---" if title in _LEFT else "---:" for title in titles]
@@ -299,17 +294,17 @@ def as_markdown(report: EvaluationReport) -> str:
     return f"{table}\n\n" + "\n".join(f"- {note}" for note in notes(report)) + "\n"
 
 
-def _numbers(found: Evaluation, marks: Marks, k: int) -> list[str]:
+def _numbers(found: "Evaluation", marks: "Marks", k: int) -> list[str]:
     problems = str(found.prompts) if found.judged == found.prompts else f"{found.judged} of {found.prompts}"
     further = [_interval(marks.passed.get(k)), _interval(marks.voted.get(k))] if k > 1 else []
     return [problems, _interval(marks.avg), *further]
 
 
-def _cells_of_answers(found: Evaluation) -> list[str]:
+def _cells_of_answers(found: "Evaluation") -> list[str]:
     return [f"{found.length:.1f}", f"{found.truncated:.1%}", str(found.errors) if found.errors else _NONE]
 
 
-def _difference(comparison: Comparison | None) -> list[str]:
+def _difference(comparison: "Comparison | None") -> list[str]:
     if comparison is None:
         return ["", ""]
     d = comparison.difference
@@ -319,7 +314,7 @@ def _difference(comparison: Comparison | None) -> list[str]:
     return [f"{i.mean:+.3f} [{i.low:+.3f}, {i.high:+.3f}]", "<0.001" if d.p < 0.001 else f"{d.p:.3f}"]
 
 
-def _interval(estimate: Interval | None) -> str:
+def _interval(estimate: "Interval | None") -> str:
     return _NONE if estimate is None or estimate.mean != estimate.mean else str(estimate)
 
 
