@@ -182,7 +182,6 @@ def _watching() -> "Iterator[EvaluationWatcher]":
     """Shows on the error output how far it is: in place on a terminal, else a line for each suite."""
     from rich.console import Console
 
-    from kitae.evaluation.measure import Evaluation
     from kitae.evaluation.run_suites import EvaluationWatcher
 
     console = Console(file=terminal_of(sys.stderr))
