@@ -18,7 +18,7 @@ _PULSE = 0.5  # seconds between two lots of what a process writes
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """`Begun(pid=4711, host="10.0.0.3", node="1a2b…")`: what a keeper says of the process that it has started."""
+    """`Begun(pid=4711, host="10.0.0.3", node="1a2b…")`: what an actor says of the process that it has started."""
 
     pid: int
     host: str
@@ -34,7 +34,7 @@ class Bulletin:
     ended: str | None
 
 
-class Keeper:
+class LaunchActor:
     """The actor: starts one process beside it, reports what it writes and how it ends, and takes it along when it dies.
 
     Its methods are coroutines, so they run in one thread, whose end is the end of the process (see `die_with`).
@@ -75,7 +75,7 @@ class Keeper:
 
 
 def environment_of(environment: Mapping[str, str], gpus: Sequence[Any]) -> dict[str, str]:
-    """What a process gets of its keeper's environment: without Ray's own, which would make it a part of this cluster,
+    """What a process gets of its actor's environment: without Ray's own, which would make it a part of this cluster,
     and with the GPUs that Ray assigned, which may be none."""
     left = {key: value for key, value in environment.items() if not key.startswith("RAY_")}
     return {**left, VISIBLE: ",".join(map(str, gpus))}

@@ -1,6 +1,6 @@
 """Worker processes on the nodes of a Ray cluster. This folder alone imports ray, and only when a cluster is opened.
 
-    RayCluster ── actor calls: start, news, kill ──► Keeper (an actor in a bundle of a placement group)
+    RayCluster ── actor calls: start, news, kill ──► LaunchActor (an actor in a bundle of a placement group)
         ▲                                               │ starts, watches, dies with
         └───── one TCP connection, with a secret ────── the worker program (`kitae.workers.worker_main`)
 
@@ -18,14 +18,14 @@ from kitae.workers.base import LaunchError, LaunchSpec, end_processes
 from kitae.workers.config import ClusterConfig
 from kitae.workers.demand import Demand, Supplier, groups_of, pool_of, with_gpus
 from kitae.workers.listener import Listener, Streams
-from kitae.workers.ray.actor import Begun, Bulletin, Keeper, home
+from kitae.workers.ray.actor import Begun, Bulletin, LaunchActor, home
 from kitae.workers.ray.placement import RayPlace, RayPlaces
 from kitae.workers.ray.ray_session import OwnNodes, connect, first_line, import_ray
 
 T = TypeVar("T")
 
 _ARRIVAL = 60.0  # seconds from the start of a process to its connection
-_UNAVAILABLE = 3  # times, a second apart, that a keeper may be out of reach before it is given up
+_UNAVAILABLE = 3  # times, a second apart, that an actor may be out of reach before it is given up
 _FAREWELL = 10.0  # seconds for a killed process to be gone
 
 
@@ -35,8 +35,8 @@ class RayProcess:
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
 
-    def __init__(self, ray: Any, keeper: Any, begun: Begun) -> None:
-        self.keeper = keeper
+    def __init__(self, ray: Any, actor: Any, begun: Begun) -> None:
+        self.actor = actor
         self.pid = begun.pid
         self.where = f"node {begun.host} [{begun.node[:8]}]"
         self._ray = ray
@@ -57,19 +57,19 @@ class RayProcess:
         return await asyncio.shield(self.ended)
 
     async def _kill(self) -> None:
-        """By its keeper, who ends all that it has started; and the keeper too, if that does not help."""
-        with suppress(Exception):  # whatever is wrong with the keeper, it is ended next
-            await answer_within(_FAREWELL, self.keeper.kill.remote())
+        """By its actor, who ends all that it has started; and the actor too, if that does not help."""
+        with suppress(Exception):  # whatever is wrong with the actor, it is ended next
+            await answer_within(_FAREWELL, self.actor.kill.remote())
         await asyncio.wait({self.ended}, timeout=_FAREWELL)
         if not self.ended.done():
-            self._ray.kill(self.keeper)
+            self._ray.kill(self.actor)
 
     async def _follow(self) -> str:
         """How it ended, or that nobody can say."""
         missed = 0
         while self._news.ended is None:
             try:
-                self._news = await _result(self.keeper.news.remote(self._news.heard))
+                self._news = await _result(self.actor.news.remote(self._news.heard))
                 missed = 0
             except self._ray.exceptions.ActorUnavailableError:
                 missed += 1
@@ -83,7 +83,7 @@ class RayProcess:
     def _obituary(self, error: Exception) -> str:
         if not self._node_lives():
             return f"its {self.where} is gone or out of reach"
-        return f"its keeper on {self.where} is gone: {first_line(error)}"
+        return f"its actor on {self.where} is gone: {first_line(error)}"
 
     def _node_lives(self) -> bool:
         return any(node["NodeID"] == self._node and node["Alive"] for node in self._ray.nodes())
@@ -176,36 +176,36 @@ class RayCluster:
 
     async def _start(self, spec: LaunchSpec) -> RayProcess:
         place = await self._places.take(spec)
-        keeper = self._keeper(place)
+        actor = self._actor(place)
         try:
-            process = await self._begin(spec, place, keeper)
+            process = await self._begin(spec, place, actor)
         except BaseException:
-            self._dismiss(keeper)
+            self._dismiss(actor)
             self._places.give_back(place)
             raise
         self._processes.add(process)
         process.ended.add_done_callback(lambda _: self._forget(process, place))
         return process
 
-    def _keeper(self, place: RayPlace) -> Any:
+    def _actor(self, place: RayPlace) -> Any:
         asked = Demand.of(pool_of(self._config, place.pool))
         strategy = self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
             place.group, place.bundle, placement_group_capture_child_tasks=False
         )
         made = self._ray.remote(
             num_cpus=asked.cpus, num_gpus=asked.gpus, memory=asked.memory or None, scheduling_strategy=strategy
-        )(Keeper)
+        )(LaunchActor)
         return made.remote()
 
-    async def _begin(self, spec: LaunchSpec, place: RayPlace, keeper: Any) -> RayProcess:
+    async def _begin(self, spec: LaunchSpec, place: RayPlace, actor: Any) -> RayProcess:
         threads = spec.threads or max(1, int(pool_of(self._config, place.pool).cpus))
         record = {**asdict(replace(spec, threads=threads, cores=None)), "descriptors": ()}
         async with self.listener.expect() as (where, arrival):
             try:
-                begun = await answer_within(_BEGIN, keeper.start.remote(record, where, *home()))
+                begun = await answer_within(_BEGIN, actor.start.remote(record, where, *home()))
             except TimeoutError:
                 raise LaunchError(f"{spec.name} could not start: no actor came up there for {_BEGIN:g} s") from None
-            process = RayProcess(self._ray, keeper, begun)
+            process = RayProcess(self._ray, actor, begun)
             try:
                 process.reader, process.writer = await await_arrival(arrival, process, spec.name)
             except BaseException:
@@ -215,14 +215,14 @@ class RayCluster:
 
     def _forget(self, process: RayProcess, place: RayPlace) -> None:
         self._processes.discard(process)
-        self._dismiss(process.keeper)
+        self._dismiss(process.actor)
         self._places.give_back(place)
 
-    def _dismiss(self, keeper: Any) -> None:
+    def _dismiss(self, actor: Any) -> None:
         """After the connection was closed there is nobody to ask, and Ray might start a cluster to do so."""
         if self._ray.is_initialized():
             with suppress(Exception):  # it is gone with its node or the cluster
-                self._ray.kill(keeper)
+                self._ray.kill(actor)
 
     async def close(self) -> None:
         self._closed = True

@@ -44,13 +44,13 @@ def test_nobody_comes_in_without_the_secret(nodes: Any) -> None:
     asyncio.run(body())
 
 
-def test_a_keeper_that_dies_takes_its_process_along(nodes: Any) -> None:
+def test_an_actor_that_dies_takes_its_process_along(nodes: Any) -> None:
     async def body() -> None:
         async with opened(ray_config(nodes), 1) as cluster:
             process = await cluster.start(spec(linger=True))
-            keeper = int(Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[1])
-            os.kill(keeper, 9)
-            assert "its keeper on node 127.0.0.2" in await asyncio.wait_for(process.wait(), 30)
+            actor = int(Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[1])
+            os.kill(actor, 9)
+            assert "its actor on node 127.0.0.2" in await asyncio.wait_for(process.wait(), 30)
             await gone(process.pid)
             again = await cluster.start(spec())
             assert (await greeting(again))["ready"]

@@ -1,4 +1,4 @@
-"""What a keeper gives its process."""
+"""What an actor gives its process."""
 
 import pytest
 
