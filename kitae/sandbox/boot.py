@@ -36,7 +36,8 @@ def inside_sources() -> tuple[tuple[str, str], ...]:
 
 @functools.cache
 def inside_code() -> bytes:
-    """The compiled modules. Compiling them here, for the same interpreter, saves time and hides the files' paths."""
+    """The compiled modules, without docstrings. Compiling them here, for the same interpreter, saves time and hides the
+    files' paths."""
     return marshal.dumps(
-        [(name, compile(text, f"{name}.py", "exec", dont_inherit=True)) for name, text in inside_sources()]
+        [(name, compile(text, f"{name}.py", "exec", dont_inherit=True, optimize=2)) for name, text in inside_sources()]
     )

@@ -149,6 +149,7 @@ def make_namespace(port: CheckerPort, job: Job, texts: list[str]) -> dict[str, A
     failures = port.failures
     namespace.update(__settle__=port.settle, __whole__=whole, __failed__=failures.failed, __caught__=failures.caught)
     namespace.update(__again__=failures.again, __leaving__=failures.leaving, __expected__=failures.expected)
+    namespace["__number__"] = failures.number
     namespace.setdefault("getattr", guarded)
     exec(compile(job["setup"], "setup", "exec", dont_inherit=True), namespace)
     return namespace

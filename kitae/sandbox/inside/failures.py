@@ -53,6 +53,13 @@ class Failures:
         self.note(error)
         return error
 
+    def number(self, value: Any) -> Any:
+        """A value that the tests compare by its size: the failure of NaN, which would be neither more nor less."""
+        odd = isinstance(value, float) or type(value).__name__ == "Decimal"
+        if odd and value != value:
+            raise self.failed("a number that is none, and compares with nothing")
+        return value
+
     def caught(self) -> None:
         """At the start of a handler of the tests."""
         self.forgive(sys.exc_info()[1])

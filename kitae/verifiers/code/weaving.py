@@ -9,6 +9,7 @@ SETTLE = "__settle__()"
 _ENDING = {"next", "__next__", "anext", "__anext__", "send", "throw"}  # what may raise StopIteration on purpose
 _CALLERS = {"map", "filter", "filterfalse", "starmap", "takewhile", "dropwhile", "accumulate", "partial"}
 _EXPECTING = {"raises", "assertRaises", "assertRaisesRegex", "assert_raises", "assert_raises_regex"}
+_ORDERS = (ast.Lt, ast.LtE, ast.Gt, ast.GtE)
 _SCOPES = (ast.Module, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 _CALLING = (
     ast.Expr, ast.Assign, ast.AugAssign, ast.AnnAssign, ast.If, ast.Delete, ast.For, ast.While, ast.With, ast.AsyncFor,
@@ -24,6 +25,7 @@ def settled(text: str) -> str:
       `assert f(xs) == sorted(xs)` does not sort what f has made of xs.
     - A StopIteration does not leave a function, a lambda, or `next` as an argument of `map`, as it does not leave a
       generator: it would end the loop that calls them, and `all(map(lambda x: next(it) == x, xs))` would pass.
+    - What is computed in an ordered comparison is no NaN.
     - An assertion enters its failure in the `Failures`; handlers and context managers of the tests take it out.
     """
     try:
@@ -62,6 +64,8 @@ class _Weaver(ast.NodeTransformer):
         self.generic_visit(node)
         if ast.unparse(node) in ("__name__ == '__main__'", "'__main__' == __name__"):
             return ast.Constant(True)
+        if any(isinstance(op, _ORDERS) for op in node.ops):
+            node.left, *node.comparators = map(_counting, (node.left, *node.comparators))
         return node
 
     def visit_BoolOp(self, node: ast.BoolOp) -> ast.AST:
@@ -128,6 +132,13 @@ class _WholeCalls(ast.NodeTransformer):
     def visit_Call(self, node: ast.Call) -> ast.AST:
         self.generic_visit(node)
         return _whole(node) if called(node) in _ENDING else node
+
+
+def _counting(node: ast.expr) -> ast.expr:
+    """`not abs(f(3) - want) > 1e-6` would pass with what is no number, which compares with nothing."""
+    if not isinstance(node, ast.BinOp) and not (isinstance(node, ast.Call) and called(node) != "len"):
+        return node
+    return ast.Call(ast.Name("__number__", ast.Load()), [node], [])
 
 
 def _gives_nothing(node: ast.expr) -> bool:
