@@ -34,7 +34,6 @@ _COMPILERS = (
     "scipy.stats._distn_infrastructure", "types", "unittest.mock",
 )  # fmt: skip
 _RUNNING = ("eval", "exec", "compile", "timeit", "repeat", "Timer")  # whose arguments are texts of the tests
-)  # in tests that fill texts or read by them
 _AROUND = {  # what timeit puts around its texts
     "def", "inner", "_it", "_timer", "_stmt", "_setup", "pass", "_t0", "_t1", "for", "_i", "in", "return"
 }  # fmt: skip
