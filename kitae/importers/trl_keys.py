@@ -60,6 +60,17 @@ _EVERY: Rules = {
     **all_of("save_strategy save_only_model load_best_model_at_end overwrite_output_dir resume_from_checkpoint "
              "do_train "
              "do_eval eval_on_start", Nothing("runs are saved, evaluated at both ends, and resumed: kitae resume")),
+    **all_of("activation_checkpointing activation_checkpointing_kwargs batch_eval_metrics data_seed "
+             "dataloader_in_order "
+             "dataloader_multiprocessing_context ddp_broadcast_buffers ddp_static_graph debug do_predict "
+             "enable_jit_checkpoint eval_delay eval_do_concat_batches eval_use_gather_object fp16_full_eval "
+             "full_determinism greater_is_better ignore_data_skip include_for_metrics label_names length_column_name "
+             "liger_kernel_config log_level_replica log_on_each_node logging_nan_inf_filter lora_task_type "
+             "metric_for_best_model prediction_loss_only restore_callback_states_from_checkpoint save_on_each_node "
+             "skip_memory_metrics torch_compile_backend torch_compile_mode trackio_bucket_id trackio_space_id "
+             "trackio_static_space_id bnb_4bit_quant_storage bnb_4bit_quant_type use_bnb_nested_quant",
+             Nothing("speed, memory or bookkeeping")),
+    **all_of("optim_args optim_target_modules hub_always_push hub_revision", No("not in Kitae")),
     **all_of("push_to_hub hub_model_id hub_strategy hub_private_repo hub_token",
              No("the trained model is the folder RUN/model", (None, False))),
     **all_of("processing_class model_revision", Nothing("the tokenizer and template are the model's own")),

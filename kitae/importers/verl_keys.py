@@ -94,6 +94,11 @@ RULES: dict[str, Rule] = {
     "reward.reward_kwargs.overlong_buffer_cfg.penalty_factor": No("the penalty reaches 1", (1, 1.0)),
     **all_of("reward.reward_kwargs.max_resp_len reward.reward_kwargs.overlong_buffer_cfg.log",
              Nothing("the penalty ends at sampling.max_tokens")),
+    "reward.sandbox_fusion.url": No("programs are judged by verifier.name = 'code', or 'remote_code' with its url"),
+    "reward.reward_manager.module.path": No("a manager of your own is a verifier: verifier.name = 'file.py:function'"),
+    **all_of("reward.sandbox_fusion.max_concurrent reward.sandbox_fusion.memory_limit_mb "
+             "reward.reward_manager.module.name "
+             "sandbox_fusion.max_concurrent sandbox_fusion.memory_limit_mb", Nothing("of another key")),
     "distillation.enabled": No("distillation is a kind of run: method.kind = 'distil' (docs/distillation.md)"),
     "trainer.total_epochs": Joint(30), "trainer.total_training_steps": Joint(),
     "trainer.save_freq": To("checkpoint.every", None, lambda n: n if n > 0 else None),
@@ -134,11 +139,20 @@ _KNOWN_IDLE = all_of(
     "val_batch_size gen_batch_size num_workers hf_config_path tokenizer_path return_raw_input_ids "
     "return_full_prompt return_multi_modal_inputs validation_shuffle trust_remote_code format hybrid_engine "
     "nccl_timeout grad_clip rollout_n forward_micro_batch_size_per_gpu forward_max_token_len_per_gpu "
-    "use_legacy_worker_impl enable max_parallel_calls tool_response_truncate_side use_inference_chat_template "
-    "tokenization_sanity_check_mode",
+    "use_legacy_worker_impl enable entropy_from_logits_chunk_size pad_to_length full_determinism "
+    "cudagraph_capture_sizes logprobs_mode scheduling_policy over_sample_rate multi_stage_wake_up "
+    "num_repeat_rollouts skip_tokenizer_init enable_rollout_routing_replay moe_load_balance_metrics_interval "
+    "quantization quantization_config_file mtp qat image_patch_size mm_processor_kwargs ppo_mini_batch_size "
+    "ppo_epochs shuffle loss_agg_mode loss_scale_factor forward_micro_batch_size enable_resource_pool "
+    "reward_loop_source reward_loop_module_path reward_loop_class_name source max_parallel_calls "
+    "tool_response_truncate_side use_inference_chat_template tokenization_sanity_check_mode",
     Nothing("where, how fast, or with how much memory"),
 )
 _DEEP = (
+    "disaggregation",
+    "custom_async_server",
+    "continuous_token",
+    "v1",
     "deepspeed",
     "deepspeed_config",
     "override_config",
@@ -165,5 +179,7 @@ _DEEP = (
 
 def is_idle(key: str) -> bool:
     parts = key.split(".")
+    if parts[0] in ("reward", "reward_model") and "rollout" in parts:
+        return True
     known = parts[-1] in _KNOWN_IDLE or any(part in _DEEP for part in parts[1:-1]) or parts[0] in _ALL_IDLE
     return key.startswith(_IDLE) and known
