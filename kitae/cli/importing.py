@@ -32,7 +32,9 @@ def import_recipe(
     output: Annotated[Path | None, typer.Option("-o", "--output", help="The recipe to write.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace files that are there.")] = False,
 ) -> None:
-    """Turn another trainer's settings into a recipe, and say what became of each of them.
+    """Turn settings of TRL, verl, OpenRLHF or prime-rl into a recipe.
+
+    It says what became of each of them.
 
     Nothing of the peer is imported or run. What the peer does by default and Kitae does otherwise is set in the recipe.
     """

@@ -30,7 +30,19 @@ from kitae.types import Message, Prompt, Rollout, Score, Segment, ToolCall
 
 COMMANDS = (
     *("train", "resume", "scale", "sample", "chain", "runs", "compare", "clean", "eval", "suites", "show", "diagnose"),
-    *("replay", "plot", "simulate", "recipes", "algorithms", "validate", "data", "verifiers", "verify", "environments"),
+    *(
+        "replay",
+        "plot",
+        "simulate",
+        "import",
+        "recipes",
+        "algorithms",
+        "validate",
+        "data",
+        "verifiers",
+        "verify",
+        "environments",
+    ),
     *("ui", "serve", "report", "doctor"),
 )
 
