@@ -58,9 +58,10 @@ class KeyGuard:
                 raise Refused(f"this server does not answer to the name {clip(repr(name))}", 421)
             return self._keys.account("")
         scheme, _, given = headers.get("authorization", "").partition(" ")
-        account = self._keys.account(given.strip()) if scheme.lower() == "bearer" else None
+        sent = given.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "").strip()
+        account = self._keys.account(sent) if sent else None
         if account is None and scope["path"] not in _OPEN:
-            raise Refused("the key must be sent as Authorization: Bearer KEY, got none or another", 401)
+            raise Refused("the key must be sent as Authorization: Bearer KEY or X-API-Key, got none or another", 401)
         return account
 
 

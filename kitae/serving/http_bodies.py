@@ -35,12 +35,16 @@ class GoneError(Exception):
 
 
 async def receive_body(
-    request: Request, limits: ReadingLimits = READING, hold: Callable[[int], None] = lambda size: None
+    request: Request,
+    limits: ReadingLimits = READING,
+    hold: Callable[[int], None] = lambda size: None,
+    kinds: tuple[str, ...] = ("application/json",),
 ) -> bytes:
-    """The bytes of a body. hold: is called with their number so far, and may refuse more."""
+    """The bytes of a body. hold: is called with their number so far, and may refuse more. kinds: of content, which a
+    page of another site cannot send without a preflight request."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":  # a page of another site cannot send this without a preflight request
-        raise Refused(f"the content-type must be application/json, got {clip(kind) or 'none'}", 415)
+    if kind not in kinds:
+        raise Refused(f"the content-type must be {' or '.join(kinds)}, got {clip(kind) or 'none'}", 415)
     body, most = bytearray(), limits.body_bytes
     declared = request.headers.get("content-length", "")[:20]
     if declared.isdecimal() and int(declared) > most:

@@ -11,10 +11,10 @@ ROOT = Path(kitae.__file__).parent
 MOST_IMPORTS = 22  # of one module
 
 FLOORS = (
-    ("cli", "ui", "study"),
+    ("cli", "ui", "study", "tinker"),
     ("chains", "importers", "scripting"),
     ("run",),
-    ("offline", "rl", "evaluation"),
+    ("offline", "rl", "evaluation", "primitives"),
     ("envs", "serving", "trainer", "verifiers"),
     ("engines", "algorithms", "sandbox", "clients"),
     ("weights", "models"),
@@ -26,6 +26,7 @@ FLOORS = (
 BESIDE = {
     ("cli", "ui"),
     ("cli", "study"),
+    ("cli", "tinker"),
     ("rl", "evaluation"),
     ("offline", "evaluation"),
     ("envs", "serving"),
