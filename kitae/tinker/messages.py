@@ -23,6 +23,7 @@ Array = npt.NDArray[Any]
 
 _DTYPES: dict[int, npt.DTypeLike] = {1: np.float32, 2: np.int64, 3: np.int32}
 _NAMES: dict[str, npt.DTypeLike] = {"float32": np.float32, "int64": np.int64}
+MOST_SAMPLES = 1024
 _MASKED = -99999.0  # log-prob of a place without one
 _TARGETS = "target_tokens"
 
@@ -203,6 +204,8 @@ def read_sample(found: Json, context: int, stop_tokens: tuple[int, ...]) -> Samp
             raise RequestError(f"{name} is not computed by this server")
     stop = asked.get("stop")
     stop = [stop] if isinstance(stop, str) else stop
+    if not 1 <= int(found.get("num_samples") or 1) <= MOST_SAMPLES:
+        raise RequestError(f"num_samples must be in 1…{MOST_SAMPLES}, got {found.get('num_samples')}")
     texts = tuple(s for s in stop or () if isinstance(s, str))
     ids = tuple(int(s) for s in stop or () if not isinstance(s, str))
     most = asked.get("max_tokens")

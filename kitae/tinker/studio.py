@@ -5,7 +5,8 @@
 A model computes its requests one after the other, by their numbers; requests of different models are computed
 together. A model is saved when it was updated and a minute has passed. After a crash, a model begins with what was
 saved last, and computes the requests that came after that again, to the same numbers but for rounding; their answers
-stay as they were given. Samples that were not answered are drawn again, by the same seeds.
+stay as they were given. One that nobody has used for half an hour rests in its folder. Samples that were not answered
+are drawn again, by the same seeds.
 """
 
 import asyncio
@@ -32,19 +33,25 @@ _log = logging.getLogger("kitae.tinker")
 _SAVE_EVERY = 60.0  # seconds of updates that a crash may cost to compute again
 _SNAPSHOTS = 32  # adapters to sample from that are held in memory
 _OWN_SNAPSHOTS = 8  # of a model that nobody named, on disk
+_REST_AFTER = 1800.0  # seconds without a request, after which a model is in its folder alone
 _PASS_KINDS = {"forward_backward", "forward_backward+proto"}
 
 
 class ModelLine:
-    """A model that learns, and its requests by number. The first one is 1."""
+    """A model that learns, and its requests by number. The first one is 1. model: None while it rests in its folder."""
 
-    def __init__(self, name: str, model: TrainedModel, done: int) -> None:
+    def __init__(self, name: str, model: TrainedModel | None, done: int) -> None:
         self.name, self.model = name, model
         self.done = done  # the number of the last request that was computed
         self.waiting: dict[int, TinkerRequest] = {}
         self.clean = True  # no gradients since the last update
-        self.saved_at = time.monotonic()
+        self.saved_at = self.used_at = time.monotonic()
         self.working: asyncio.Task[None] | None = None
+
+    @property
+    def awake(self) -> TrainedModel:
+        assert self.model is not None, self.name
+        return self.model
 
 
 class Studio:
@@ -63,7 +70,7 @@ class Studio:
     async def start(self) -> None:
         """Take up what a server before this one has left."""
         for name, about in self.ledger.models().items():
-            self._lines[name] = await self._restore(name, about)
+            self._lines[name] = ModelLine(name, None, int(about["saved"]))
         for asked, answered in list(self.ledger.unfinished()):
             if (line := self._lines.get(asked.owner)) is not None and asked.number > 0:
                 line.waiting[asked.number] = asked
@@ -71,19 +78,15 @@ class Studio:
             elif not answered:
                 self._begin(asked)
 
-    async def _restore(self, name: str, about: dict[str, Any]) -> ModelLine:
-        saved = self._state_folder(name)
-        if about["saved"]:
-            model = await self.core.made_from(saved, optimizer=True)
-        elif about.get("source"):
-            source = weight_paths.parse(about["source"]).folder(self._folder)
-            model = await self.core.made_from(source, optimizer=bool(about["optimizer"]))
-        else:
-            model = await self.core.lora(about["rank"], seed=about["seed"], parts=about["parts"])
-        return ModelLine(name, model, int(about["saved"]))
+    async def _restore(self, name: str) -> TrainedModel:
+        about = self.ledger.models()[name]
+        if (saved := self._state_folder(name, about["saved"])).is_dir():
+            return await self.core.made_from(saved, optimizer=True)
+        return await self.core.lora(about["rank"], seed=about["seed"], parts=about["parts"])
 
-    def _state_folder(self, model: str) -> Path:
-        return WeightPath(model, "weights", "~state").folder(self._folder)
+    def _state_folder(self, model: str, number: int) -> Path:
+        """Of a model after a request; a folder that the ledger does not speak of was written and not noted."""
+        return WeightPath(model, "weights", f"~after-{number}").folder(self._folder)
 
     async def close(self) -> None:
         tasks = [*self._tasks, *(line.working for line in self._lines.values() if line.working)]
@@ -177,8 +180,7 @@ class Studio:
         model = await self.core.made_from(path.folder(self._folder), optimizer=optimizer)
         assert model.adapter is not None
         about = {
-            "rank": model.adapter.rank, "source": str(path), "optimizer": optimizer,
-            "metadata": body.get("user_metadata") or {}, "parts": _parts(model), "seed": 0,
+            "rank": model.adapter.rank, "metadata": body.get("user_metadata") or {}, "parts": _parts(model), "seed": 0,
         }  # fmt: skip
         line = self._add(asked.owner, str(body["session_id"]), about, model)
         await self._save_state(line)  # what it came from may be deleted
@@ -264,6 +266,8 @@ class Studio:
             "save_weights_external": self._save, "load_weights": self._load,
         }  # fmt: skip
         while (asked := line.waiting.pop(line.done + 1, None)) is not None:
+            line.used_at = time.monotonic()
+            line.model = line.model or await self._restore(line.name)
             request, work = asked, works[asked.kind]
             await self._answer_with(request, lambda _, a: work(line, a), again=True)  # noqa: B023
             line.done += 1
@@ -272,8 +276,12 @@ class Studio:
                 await self._save_state(line)
 
     async def _save_state(self, line: ModelLine) -> None:
-        await self.core.save(line.model, self._state_folder(line.name))
+        folder = self._state_folder(line.name, line.done)
+        await self.core.save(line.awake, folder)
         self.ledger.note_saved(line.name, line.done)
+        for old in folder.parent.glob("~after-*"):
+            if old != folder:
+                shutil.rmtree(old)
         line.saved_at = time.monotonic()
 
     async def _pass(self, line: ModelLine, asked: TinkerRequest) -> Answered:
@@ -283,7 +291,7 @@ class Studio:
             return known
         backward = not wanted.forward_only
         line.clean = line.clean and not backward
-        found = await self.core.forward(line.model, wanted.data, wanted.loss, wanted.settings, backward=backward)
+        found = await self.core.forward(line.awake, wanted.data, wanted.loss, wanted.settings, backward=backward)
         return Answered(PROTO, write_pass(found, wanted.loss))
 
     async def _optim_step(self, line: ModelLine, asked: TinkerRequest) -> Answered:
@@ -292,7 +300,7 @@ class Studio:
             raise RequestError(f"this server has AdamW alone, got {body['optimizer_params'].get('type')!r}")
         known = AdamParams.__dataclass_fields__.keys()
         given = {k: float(v) for k, v in (body.get("adam_params") or {}).items() if k in known}
-        update = await self.core.optim_step(line.model, AdamParams(**given))
+        update = await self.core.optim_step(line.awake, AdamParams(**given))
         line.clean = True
         norms = {"grad_norm:mean": update.norm, "skipped:sum": float(not update.applied)}
         return _json(metrics=norms, type="optim_step")
@@ -316,7 +324,7 @@ class Studio:
         )
         if self.ledger.answered(asked.id) is None:
             await self._write(line, path, body, optimizer=False)
-            self._hold(str(path), await self.core.snapshot(line.model))
+            self._hold(str(path), await self.core.snapshot(line.awake))
             self._drop_old_snapshots(line.name)
         if number is None:
             return _json(path=str(path), type="save_weights_for_sampler")
@@ -335,7 +343,7 @@ class Studio:
             raise RequestError(f"there are weights {path} already; overwrite=True replaces them")
         folder = path.folder(self._folder)
         folder.parent.mkdir(parents=True, exist_ok=True)
-        await self.core.save(line.model, folder, optimizer=optimizer)
+        await self.core.save(line.awake, folder, optimizer=optimizer)
         size, seconds = sum(f.stat().st_size for f in folder.iterdir()), body.get("ttl_seconds")
         expires = time.time() + seconds if seconds else None
         about = body.get("user_metadata") or {}
@@ -344,7 +352,7 @@ class Studio:
     async def _load(self, line: ModelLine, asked: TinkerRequest) -> Answered:
         body = as_json(asked.body)
         path = self._find_saved(str(body.get("path")), "training")
-        await self.core.load_into(line.model, path.folder(self._folder), optimizer=bool(body.get("optimizer")))
+        await self.core.load_into(line.awake, path.folder(self._folder), optimizer=bool(body.get("optimizer")))
         line.clean = True
         return _json(path=str(path), model_id=line.name, type="load_weights")
 
@@ -361,9 +369,17 @@ class Studio:
             line.working.cancel()
         del self._lines[model]
         self.ledger.forget_model(model)
-        shutil.rmtree(self._state_folder(model), ignore_errors=True)
+        for folder in self._state_folder(model, 0).parent.glob("~after-*"):
+            shutil.rmtree(folder, ignore_errors=True)
 
-    def delete_expired(self) -> None:
+    async def tidy(self) -> None:
+        """Put models to rest that nobody has used for long, and delete weights whose time is over."""
+        for line in list(self._lines.values()):
+            idle = line.working is None or line.working.done()
+            if line.model is not None and idle and line.clean and time.monotonic() - line.used_at > _REST_AFTER:
+                await self._save_state(line)
+                if line.working is None or line.working.done():  # nobody came meanwhile
+                    line.model = None
         for saved in self.ledger.all_saved():
             if saved.expires is not None and saved.expires < time.time():
                 self.delete(saved.path)

@@ -18,7 +18,7 @@ from kitae.serving.http_bodies import json_response, receive_body, refusal_of
 from kitae.serving.refusals import Refused
 from kitae.serving.request_bodies import ReadingLimits
 from kitae.tinker.ledger import FAILED, JSON, Answered, SavedWeights, TinkerRequest
-from kitae.tinker.messages import Json, as_json, json_of_pass, json_of_sample, whose_pass
+from kitae.tinker.messages import MOST_SAMPLES, Json, as_json, json_of_pass, json_of_sample, whose_pass
 from kitae.tinker.studio import Studio
 
 _PROTO = "application/x-protobuf"
@@ -78,7 +78,7 @@ class TinkerHandlers:
 
     async def heartbeat(self, request: Request) -> Found:
         self._session(as_json(await _body(request)))
-        self._studio.delete_expired()
+        await self._studio.tidy()
         return {"type": "session_heartbeat"}
 
     async def finish_session(self, request: Request) -> Found:
@@ -168,7 +168,10 @@ class TinkerHandlers:
         name = f"{owner}/{secrets.token_hex(8) if number is None else int(number)}"
         self._studio.submit(TinkerRequest(name, owner, 0, "sample", raw))
         count = int(body.get("num_samples") or 1)
-        return {"request_id": name, "sample_sequence_ids": [f"{name}/{i}" for i in range(max(0, min(count, 1024)))]}
+        return {
+            "request_id": name,
+            "sample_sequence_ids": [f"{name}/{i}" for i in range(max(0, min(count, MOST_SAMPLES)))],
+        }
 
     async def retrieve(self, request: Request) -> Response:
         name = str(as_json(await _body(request)).get("request_id"))
