@@ -35,6 +35,7 @@ from kitae.serving.text_scoring import ScoredText, TextScorer
 from kitae.trainer.optim import Update
 
 _ALPHA = 32.0
+_SHARED = "all"  # who asks the same of the same weights at the same time, in one request or in several
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,9 +165,7 @@ class Core:
             raise RequestError(f"the number of samples must be at least 1, got {n}")
         seed = secrets.randbits(62) if seed is None else seed
         name = str(next(self._numbers))
-        requests = [
-            Request(f"{name}/{i}", tokens, params, stream_seed(seed, i), share=name if n > 1 else "") for i in range(n)
-        ]
+        requests = [Request(f"{name}/{i}", tokens, params, stream_seed(seed, i), share=_SHARED) for i in range(n)]
         done = await asyncio.gather(*(of.engine.generate(request, of.adapter) for request in requests))
         return [SampledAnswer(tuple(d.tokens), tuple(d.logprobs), d.finish) for d in done]
 
