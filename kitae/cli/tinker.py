@@ -10,7 +10,8 @@ from typing import Annotated
 import typer
 
 from kitae.cli.arguments import Overrides
-from kitae.config.recipe import find_run, model_settings
+from kitae.config.locate import find_run
+from kitae.config.recipe import model_settings
 from kitae.errors import ConfigError, Interrupted
 
 _SECTIONS = ("model", "engine")
