@@ -32,7 +32,7 @@ def import_recipe(
     output: Annotated[Path | None, typer.Option("-o", "--output", help="The recipe to write.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace files that are there.")] = False,
 ) -> None:
-    """Turn settings of TRL, verl, OpenRLHF or prime-rl into a recipe.
+    """Turn another trainer's settings into a recipe.
 
     It says what became of each of them.
 

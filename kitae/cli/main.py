@@ -28,7 +28,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "replay": ("runs.replay", "Compute a past step again and compare."),
     "plot": ("runs.plot", "Draw the curves of a run as a PNG."),
     "simulate": ("simulation.simulate", "Predict throughput and staleness of schedules on many devices."),
-    "import": ("importing.import_recipe", "Turn settings of TRL, verl, OpenRLHF or prime-rl into a recipe."),
+    "import": ("importing.import_recipe", "Turn another trainer's settings into a recipe."),
     "recipes": ("recipes.recipes", "List the recipes that come with Kitae."),
     "algorithms": ("choices.algorithms", "List the algorithms, or explain one."),
     "validate": ("verify.validate", "Check that reference answers score 1 under the verifier."),
