@@ -8,6 +8,7 @@
 # make test-servers  other people's clients, agents and servers (openai, lm-eval, LangGraph, vLLM, …), each in an
 #                  environment of its own
 # make site        the documentation as pages in build/site
+# make wheel       the source archive and the wheel in dist/, tried in a fresh environment and an empty folder
 # make plots       draw the curves in docs/ again, from the numbers that are kept beside them
 # make ui          build the page of kitae ui from ui/, with node
 # make ui-check    build it again and compare with what is committed
@@ -21,7 +22,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # A pinned version comes first: a looser requirement may pull gigabytes of CUDA libraries onto a machine without a GPU.
 TORCH ?= $(if $(shell command -v nvidia-smi 2>/dev/null),torch>=2.11,torch==2.13.0)
 
-.PHONY: install quickstart test test-changed test-all test-slow test-servers lint types docs docs-check tests tests-left site plots ui ui-check clean
+.PHONY: install wheel quickstart test test-changed test-all test-slow test-servers lint types docs docs-check tests tests-left site plots ui ui-check clean
 
 install: $(VENV)/.installed
 
@@ -59,6 +60,12 @@ docs: install
 site: install
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 	@echo "the documentation: build/site/index.html"
+
+# What a user gets who has no clone: commands, pages and compiled kernels of the wheel alone.
+wheel: install
+	@rm -rf dist build/lib build/tried && $(BIN)/python -m build --outdir dist . >/dev/null && ls dist
+	@$(PYTHON) -m venv build/tried/venv && build/tried/venv/bin/python -m pip install --quiet --disable-pip-version-check '$(TORCH)' "$$(ls $(CURDIR)/dist/*.whl)[all]"
+	@mkdir build/tried/empty && cd build/tried/empty && $(BIN:%=$(CURDIR)/%)/python $(CURDIR)/tests/try_wheel.py ../venv/bin
 
 plots: install
 	@for name in findings headline agent_curves recipe_curves; do $(BIN)/python benchmarks/$$name.py >/dev/null || exit 1; done
