@@ -1,8 +1,8 @@
 """A model folder as one GGUF file, which llama.cpp and the programs around it read.
 
-Known are the Llama, Mistral, Qwen2 and Qwen3 families with byte-level tokenizers, in float16 or in blocks of 8 or 4 bits.
-Left out, and refused by name: other families, scaled rotary positions, SentencePiece tokenizers, and the K-quants, which
-the Python package of GGUF reads but does not write.
+Known are the Llama, Mistral, Qwen2 and Qwen3 families with byte-level tokenizers, in float16 or in blocks of 8, 5 or
+4 bits. Left out, and refused by name: other families, scaled rotary positions, SentencePiece tokenizers, and the
+K-quants, which the Python package of GGUF reads but does not write.
 """
 
 import json
@@ -18,7 +18,9 @@ ARCHITECTURES = {"llama": "LLAMA", "mistral": "LLAMA", "qwen2": "QWEN2", "qwen3"
 QUANTS = {"f16": "F16", "q8_0": "Q8_0", "q5_0": "Q5_0", "q4_0": "Q4_0"}
 """By the name that is asked for, the type of the matrices. Norms and biases stay in float32."""
 
-_QWEN2 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_QWEN2 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 _SPLITS = {_QWEN2: "qwen2", _QWEN2.replace(r"|\p{N}|", r"|\p{N}{1,3}|"): "llama-bpe"}
 _CONTROL, _USER, _UNUSED, _NORMAL = 3, 4, 5, 1  # kinds of tokens
 
@@ -50,10 +52,9 @@ def write_gguf(model: Path, file: Path, quant: str = "f16") -> None:
         target = names.get_name(name, try_suffixes=(".weight", ".bias"))
         if target is None:
             raise ModelError(f"{model}: GGUF has no place for {name}")
-        if kind in ("llama", "mistral") and name.endswith(("q_proj.weight", "k_proj.weight")):
-            heads = config["num_attention_heads" if ".q_proj." in name else "num_key_value_heads"]
-            array = _interleaved(array, int(heads))
-        writer.add_tensor(target, *_stored(gguf, array, wanted))
+        turned = kind in ("llama", "mistral") and name.endswith(("q_proj.weight", "k_proj.weight"))
+        heads = int(config["num_attention_heads" if ".q_proj." in name else "num_key_value_heads"])
+        writer.add_tensor(target, *_stored(gguf, _interleaved(array, heads) if turned else array, wanted))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -413,22 +413,24 @@ def _never_training(self: Any, mode: bool = True) -> Any:
 def export_policy(policy: "Policy", folder: Path) -> None:
     """Write a folder that `AutoModelForCausalLM.from_pretrained` loads, with tokenizer and chat template.
 
-    LoRA adapters are merged into the exported weights; the policy itself is not changed. If it is sharded, all ranks
-    must call this, and the first one writes.
+    LoRA adapters are merged into the exported weights, and are in its folder `adapter` once more, as peft loads them;
+    the policy itself is not changed. If it is sharded, all ranks must call this, and the first one writes.
     """
-    from kitae.models.lora import merged_state
+    from kitae.models.lora import adapter_state, merged_state, save_adapter
     from kitae.models.whole import is_writer
 
-    state: dict[str, Any] = merged_state(policy)
+    state, adapter = merged_state(policy), adapter_state(policy)
     if not is_writer():
         return
-    base = policy.base
+    base: Any = policy.base
     implementation = base.config._attn_implementation
     base.config._attn_implementation = None  # a saved folder must load without Kitae
     try:
         with written_whole(folder) as scratch, quiet_transformers():
             base.save_pretrained(scratch, state_dict=state)
             policy.tokenizer.save_pretrained(scratch)
+            if adapter:
+                save_adapter(policy, adapter, scratch / "adapter")
     finally:
         base.config._attn_implementation = implementation
 

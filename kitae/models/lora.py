@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kitae.errors import ModelError
@@ -172,6 +173,24 @@ def merged_state(policy: "Policy") -> "dict[str, Tensor]":
         if "lora_" not in name:
             merged.setdefault(name.replace(".base_layer.", "."), tensor)
     return merged
+
+
+def adapter_state(policy: "Policy") -> "dict[str, Tensor]":
+    """The adapters alone, by the names that peft gives them in a file. All ranks of a sharded policy must call it."""
+    from kitae.models.whole import gathered
+
+    named = policy.base.state_dict(keep_vars=True).items()
+    found = {key: gathered(tensor.detach()) for key, tensor in named if "lora_" in key}
+    return {f"base_model.model.{key.replace('.default.', '.')}": tensor for key, tensor in found.items()}
+
+
+def save_adapter(policy: "Policy", adapter: "dict[str, Tensor]", folder: Path) -> None:
+    """Write the folder that `PeftModel.from_pretrained` loads on the model that training began with."""
+    from safetensors.torch import save_file
+
+    folder.mkdir()
+    save_file({n: t.contiguous() for n, t in adapter.items()}, folder / "adapter_model.safetensors", {"format": "pt"})
+    policy.model.peft_config["default"].save_pretrained(folder)
 
 
 def _delta(state: "dict[str, Tensor]", name: str, adapter: str, module: Any) -> "Tensor":

@@ -2,7 +2,6 @@
 
 import os
 import shlex
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +10,7 @@ import book
 import pytest
 
 from kitae.cli import main
+from kitae.store.run_folder import Metrics
 
 pytestmark = pytest.mark.usefixtures("warm_posts")
 
