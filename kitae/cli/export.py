@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from kitae.config.recipe import find_run
+from kitae.config.locate import find_run
 from kitae.errors import ModelError, StoreError
 from kitae.models.gguf_file import QUANTS, write_gguf
 from kitae.models.load import find_model, written_whole

@@ -147,8 +147,8 @@ class _Tokenizer:
         for role, write in (
             ("bos", writer.add_bos_token_id), ("eos", writer.add_eos_token_id), ("pad", writer.add_pad_token_id),
         ):  # fmt: skip
-            token = self._settings.get(f"{role}_token")
-            text = token.get("content") if isinstance(token, dict) else token
+            said: Any = self._settings.get(f"{role}_token")
+            text = said.get("content") if isinstance(said, dict) else said
             if text in places:
                 write(places[text])
         writer.add_add_bos_token(False)  # templates write what the model was trained with

@@ -405,7 +405,7 @@ class Journal:
 
     def _query(self, sql: str, values: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
         try:
-            yield from self._reader.execute(sql, values)
+            yield from self._reader.execute(sql, bound(sql, values))
         except sqlite3.Error as error:
             raise CorruptError(f"{self.path} cannot be read: {error}") from error
 
@@ -680,11 +680,17 @@ def _what(table: str, row: tuple[Any, ...]) -> str:
     return f"the row {keys} of {table}"
 
 
+def bound(sql: str, values: tuple[Any, ...]) -> tuple[Any, ...] | dict[str, Any]:
+    """Values as sqlite3 takes them: numbered parameters (?1, ?2) are names to it, which from Python 3.14 on need a
+    mapping."""
+    return {str(number): value for number, value in enumerate(values, 1)} if "?1" in sql else values
+
+
 def _commit(connection: sqlite3.Connection, statements: list[Statement]) -> None:
     connection.execute("BEGIN IMMEDIATE")
     try:
         for sql, values in statements:
-            connection.execute(sql, values)
+            connection.execute(sql, bound(sql, values))
         connection.execute("COMMIT")
     except Exception:
         if connection.in_transaction:

@@ -17,7 +17,7 @@ from typing import Any
 
 from kitae.data.data_files import clip
 from kitae.errors import StoreError
-from kitae.store.journal import BRIEF, LENGTH, TEXT, open_reader
+from kitae.store.journal import BRIEF, LENGTH, TEXT, bound, open_reader
 from kitae.ui.records import Brief, ErrorKind, ErrorList, RolloutPage
 
 PAGE = 50
@@ -236,11 +236,12 @@ def _search(
         + [_SAID.format(column=column) for column in ("p.messages", "r.transcript")]
     )
     one = "SELECT 1 FROM rollouts r JOIN prompts p USING (group_id) WHERE r.group_id = ?1 AND r.sample = ?2"
+    sql = f"{one} AND ({holds})"
     found = list[Place]()
     for count, row in enumerate(ordered):
         if len(found) == limit or (count >= _AT_LEAST and time.monotonic() > deadline):
             return found, count
-        if db.execute(f"{one} AND ({holds})", (*row[1:], pattern, written)).fetchone():
+        if db.execute(sql, bound(sql, (*row[1:], pattern, written))).fetchone():
             found.append(row)
     return found, len(ordered)
 
@@ -266,7 +267,7 @@ WHERE r.group_id = ?1 AND r.sample = ?2
 
 
 def _briefs(db: sqlite3.Connection, keys: Sequence[Key]) -> list[Brief]:
-    return [_brief(db.execute(_BRIEF_ROW, (*key, _EXCERPT)).fetchone()) for key in keys]
+    return [_brief(db.execute(_BRIEF_ROW, bound(_BRIEF_ROW, (*key, _EXCERPT))).fetchone()) for key in keys]
 
 
 def _brief(row: tuple[Any, ...]) -> Brief:

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from kitae.errors import CorruptError, DiskFullError, StoreError
 from kitae.store.columns import ColumnFiles, ColumnWriter, LazyColumn, StoredText
-from kitae.store.journal import LENGTH, TEXT, Journal, open_reader
+from kitae.store.journal import LENGTH, TEXT, Journal, bound, open_reader
 from kitae.types import Chain, FinishReason, Message, Prompt, Rollout, Runs, Score, Segment, ToolCall
 
 PROMPT = Prompt("reverse/train/17", (Message("system", "Be brief."), Message("user", "Reverse 1, 2")), "2, 1", {"n": 2})
@@ -756,3 +756,11 @@ def test_rollouts_of_groups_without_a_fate_are_forgotten(journal: Journal) -> No
     assert asyncio.run(write()) == 1
     assert [r.index for r in journal.rollouts(0)] == [0, 1], "it was trained on"
     assert [r.index for r in journal.rollouts(1)] == [0] and journal.suspended(1) == []
+
+
+@pytest.mark.filterwarnings("error")
+def test_numbered_parameters_are_bound_by_name() -> None:
+    """As a sequence they are a warning from Python 3.12 on, and an error from 3.14 on."""
+    sql = "SELECT ?2, ?1, ?2"
+    assert sqlite3.connect(":memory:").execute(sql, bound(sql, ("a", "b"))).fetchone() == ("b", "a", "b")
+    assert bound("SELECT ?, ?", ("a", "b")) == ("a", "b")
