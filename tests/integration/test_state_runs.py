@@ -38,7 +38,7 @@ def test_adapters_of_the_projections_of_mixers_learn(tmp_path: Path) -> None:
     settings = f"model.path={model}", "model.lora_rank=8", f"model.lora_targets={targets}"
     result = run_toy(tmp_path, *settings, "training.lr=2e-2", "training.steps=12")
     steps = [r for r in rows(result.folder) if r["kind"] == "step"]
-    assert steps[-1]["reward"] > steps[0]["reward"] + 0.15, [round(r["reward"], 2) for r in steps]
+    assert steps[-1]["reward"] > 2 * steps[0]["reward"], [round(r["reward"], 2) for r in steps]
 
 
 @pytest.mark.sentinel
