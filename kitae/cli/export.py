@@ -33,6 +33,8 @@ def export(
     """Write a trained model as other programs take it, with a card of how it was made and what it scored."""
     if output.exists():
         raise StoreError(f"{output} exists already; remove it, or name another one")
+    if output.suffix == ".gguf" and form != "gguf":
+        raise StoreError(f"{output} is the name of a GGUF file, but would be a folder: add --as gguf")
     if not output.absolute().parent.is_dir():
         raise StoreError(f"cannot write {output}: there is no folder {output.absolute().parent}")
     run = find_run(Path(target))
@@ -50,5 +52,5 @@ def export(
         with written_whole(output) as scratch:
             shutil.copytree(source, scratch, ignore=left_out)
             if is_run(run):
-                (scratch / "README.md").write_text(model_card(look(run)), encoding="utf-8")
+                (scratch / "README.md").write_text(model_card(look(run), scratch), encoding="utf-8")
     print(f"{output}: {target} as {f'gguf, {quant}' if form == 'gguf' else form}")

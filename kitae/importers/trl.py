@@ -124,6 +124,8 @@ def _data(t: Translation) -> int | None:
         source, key = DataSource.named(t["dataset_name"], t["dataset_config"], t["dataset_train_split"]), "dataset_name"
     if not isinstance(source, DataSource):
         t.refuse("train_dataset", "its rows are made by code: write them to a .jsonl file and set data.path")
+        if t.kind == "rl":
+            t.set("data.format", "trl", of=key)  # the columns and the chats that its reward functions expect
         return None
     source.put(t, key)
     if source.reader:

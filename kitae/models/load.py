@@ -444,7 +444,7 @@ def written_whole(folder: Path) -> Iterator[Path]:
     yield scratch
     mask = os.umask(0o077)  # there is no other way to read it
     os.umask(mask)
-    for path in scratch.iterdir():
-        path.chmod(0o666 & ~mask)  # weights are written with permissions for their owner alone
+    for path in scratch.rglob("*"):  # weights are written with permissions for their owner alone
+        path.chmod((0o777 if path.is_dir() else 0o666) & ~mask)
     shutil.rmtree(folder, ignore_errors=True)
     scratch.rename(folder)

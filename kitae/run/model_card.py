@@ -1,6 +1,7 @@
 """The README.md of an exported model: what it was trained from, by which settings, and what it scored."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import kitae
@@ -10,16 +11,19 @@ from kitae.store.run_summary import RunView
 _MOST = 20  # rows of a curve
 
 
-def model_card(run: RunView) -> str:
-    """Markdown with the front matter that model hubs read. Scores are those on what the run held out, and are left out
-    where nothing was."""
+def model_card(run: RunView, folder: Path) -> str:
+    """Markdown with the front matter that model hubs read, about the files of a folder: a model, or adapters.
+
+    Scores are those on what the run held out, and are left out where nothing was.
+    """
     config = run.config
     base = config.model_dump(mode="json").get("model", {}).get("path", "")
     settings = "".join(f"{key} = {json.dumps(value)}\n" for key, value in sorted(config.changed().items()))
-    files = fingerprint_files([run.folder / "model"])
+    files = fingerprint_files([folder])
+    library = "peft" if (folder / "adapter_config.json").exists() else "transformers"
     seals = "".join(f"| `{path.rpartition('/')[2]}` | `{seal}` |\n" for path, seal in sorted(files.items()))
     parts = [
-        f"---\nlibrary_name: transformers\npipeline_tag: text-generation\nbase_model: {json.dumps(base)}\n"
+        f"---\nlibrary_name: {library}\npipeline_tag: text-generation\nbase_model: {json.dumps(base)}\n"
         f"tags: [kitae, {config.method.kind}]\n---\n",
         f"# {run.folder.name}\n",
         f"Trained from `{base}` by `{config.method.kind}` for {run.step} steps with Kitae {kitae.__version__}.\n",

@@ -103,9 +103,12 @@ def _of_mapping(what: str, data: Mapping[Any, Any]) -> Iterator[Any]:
     if values and all(hasattr(value, "column_names") for value in values):
         names = " or ".join(f"data[{name!r}]" for name in data)
         raise DataError(f"{what} must be one split of the data set: {names}")
-    lengths = {len(value) if isinstance(value, list | tuple) else -1 for value in values}
-    if len(lengths) != 1 or lengths == {-1}:
-        raise DataError(f"{what} as a mapping must have columns, lists of one length, got {clip(repr(dict(data)))}")
+    lengths = [len(value) if isinstance(value, list | tuple) else None for value in values]
+    if None in lengths or len(set(lengths)) != 1:
+        got = (
+            f"{name!r}: {clip(repr(v)) if n is None else n}" for (name, v), n in zip(data.items(), lengths, strict=True)
+        )
+        raise DataError(f"{what} as a mapping must have columns, lists of one length, got {', '.join(got) or 'none'}")
     for row in zip(*values, strict=True):
         yield dict(zip(data, row, strict=True))
 

@@ -43,7 +43,10 @@ def check_params(verifier: Verifier, params: Mapping[str, Any]) -> None:
         valid = [p.name for p in signature.parameters.values()][3:]
         takes = f"takes {', '.join(valid)}" if valid else "takes none"
         hint = next((h for key in params if key not in valid and (h := nearest(key, valid))), "")
-        raise VerifierError(f"params of verifier {verifier.name!r}: {error}; it {takes}{hint}") from None
+        rule = (
+            "; response, reference and context are given, the rest is set by params" if "missing" in str(error) else ""
+        )
+        raise VerifierError(f"params of verifier {verifier.name!r}: {error}; it {takes}{hint}{rule}") from None
 
     for name, value in params.items():
         p = signature.parameters.get(name)

@@ -2,6 +2,7 @@
 
 import os
 import shlex
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -45,13 +46,16 @@ def kitae(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
     return run
 
 
-def test_the_first_program_of_the_readme(folder: Path) -> None:
+def test_the_first_program_of_the_readme(folder: Path, kitae: Kitae) -> None:
     [program] = [block.text for block in book.blocks(README) if block.file == "reverse.py"]
     small = program.replace('"smollm2-135m"', '"tiny"').replace("steps=15", "steps=2")
     assert small.count("tiny") == 1 and "steps=2" in small
-    exec(compile(small, "reverse.py", "exec"), {"__name__": "reverse"})
+    (folder / "reverse.py").write_text(small)
+    subprocess.run([sys.executable, "reverse.py"], cwd=folder, check=True, timeout=120)
     [run] = (folder / "runs").iterdir()
     assert Metrics(run / "metrics.jsonl").rows()[-1]["step"] == 2
+    kitae(f"kitae resume {run} training.steps=3", 0)
+    assert Metrics(run / "metrics.jsonl").rows()[-1]["step"] == 3
 
 
 def test_the_tutorial(folder: Path, kitae: Kitae) -> None:

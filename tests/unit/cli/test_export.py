@@ -1,6 +1,7 @@
 """What `kitae export` writes is read by other programs, and gives what the run's model gives."""
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -101,6 +102,28 @@ def test_a_run_is_exported_with_its_card(tiny_folder: Callable[[str], Path], tmp
     with pytest.raises(KitaeError, match="has no adapters"):
         export(str(finished_run), tmp_path / "adapter", form="adapter")
     assert not (tmp_path / "adapter").exists()
+    with pytest.raises(StoreError, match="add --as gguf"):
+        export(str(finished_run), tmp_path / "out.gguf")
+
+
+def test_the_card_of_adapters_is_about_them(tiny_folder: Callable[[str], Path], tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    run = WrittenRun(tmp_path)
+    run.step(rewards=[[1.0, 0.0]])
+    finished = run.finish()
+    config = ModelConfig(path=str(tiny_folder("llama")), lora_rank=2, dtype="float32", device="cpu")
+    mask = os.umask(0o022)
+    try:
+        export_policy(load_policy(config), finished / "model")
+        export(str(finished), tmp_path / "out", form="adapter")
+    finally:
+        os.umask(mask)
+    card = (tmp_path / "out/README.md").read_text()
+    assert card.startswith("---\nlibrary_name: peft") and "`model.safetensors`" not in card
+    assert "`adapter_model.safetensors`" in card and "`adapter_config.json`" in card
+    modes = {path.name: oct(path.stat().st_mode & 0o777) for path in (finished / "model").rglob("*")}
+    assert (modes.pop("adapter"), set(modes.values())) == ("0o755", {"0o644"}), "others may read it"
+    assert (tmp_path / "out").stat().st_mode & 0o777 == 0o755
 
 
 def test_a_model_is_exported_too(tiny_folder: Callable[[str], Path], tmp_path: Path) -> None:

@@ -166,6 +166,19 @@ def test_a_script_behind_a_main_is_referred_to(tmp_path: Path) -> None:
     assert outcomes(t)["train_dataset"] == "refused", "what code makes is said"
 
 
+def test_rows_that_code_makes_are_read_as_trl_reads_them(tmp_path: Path) -> None:
+    """Once they are in a file: chats stay chats, for rewards that read `completion[0]["content"]`."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        "from datasets import Dataset\nfrom trl import GRPOTrainer\n\n"
+        "def reward(completions, **kwargs):\n    return [0.0]\n\n"
+        "data = Dataset.from_list([{'prompt': [{'role': 'user', 'content': str(i)}]} for i in range(4)])\n"
+        "GRPOTrainer(model='tiny', reward_funcs=reward, train_dataset=data).train()\n"
+    )
+    t = trl.read(str(script), [], tmp_path / "run.toml")
+    assert at(t, "data.format") == "trl" and outcomes(t)["train_dataset"] == "refused"
+
+
 def test_command_lines_of_trl(tmp_path: Path) -> None:
     config = tmp_path / "dpo.yaml"
     config.write_text("model_name_or_path: tiny\ndataset_name: pairs.jsonl\nlearning_rate: 5e-7\nbeta: 0.2\n")

@@ -96,7 +96,9 @@ def test_values_that_json_has_not() -> None:
         ("train", "data must be rows, a data frame or a data set, got 'train'"),
         (7, "data must be rows, a data frame or a data set, got 7"),
         ({"train": Split(), "test": Split()}, r"must be one split of the data set: data\['train'\] or data\['test'\]"),
-        ({"prompt": ["a"], "answer": []}, "data as a mapping must have columns, lists of one length"),
+        ({"prompt": ["a"], "answer": []}, "columns, lists of one length, got 'prompt': 1, 'answer': 0"),
+        ({"prompt": ["a"], "answer": "b"}, "lists of one length, got 'prompt': 1, 'answer': 'b'"),
+        ({}, "lists of one length, got none"),
     ],
 )
 def test_what_has_no_rows_is_refused(data: Any, message: str) -> None:

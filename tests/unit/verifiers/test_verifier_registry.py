@@ -23,7 +23,7 @@ def length(response, reference, context):
 def weighted(response, reference, context, *, weight, bonus=0.0):
     return weight
 
-def two(response, reference):
+def nothing():
     return 1.0
 
 NOT_A_FUNCTION = 3
@@ -58,7 +58,7 @@ def test_import_is_cheap() -> None:
 def test_a_worker_for_a_function_of_a_file_imports_no_built_in_check(user_file: Path) -> None:
     code = (
         "import sys; from kitae.verifiers.child_main import load; "
-        f"greeting, _ = load({{'name': '{user_file}:length', 'params': {{}}}}); "
+        f"greeting, _ = load({{'name': '{user_file}:length', 'params': {{}}, 'held': {{}}}}); "
         "print(greeting['on_timeout'], 'kitae.verifiers.verifier_registry' in sys.modules)"
     )
     assert subprocess.check_output([sys.executable, "-c", code], text=True).split() == ["error", "False"]
@@ -80,7 +80,7 @@ def test_function_of_a_file(user_file: Path) -> None:
         ("{file}:lenght", "needs a function 'lenght' in {file}; did you mean 'length'?"),
         ("{file}:NOT_A_FUNCTION", "needs a function 'NOT_A_FUNCTION'"),
         ("{file}:", "needs a function ''"),
-        ("{file}:two", "must take (response, reference, context), got two(response, reference)"),
+        ("{file}:nothing", "must take (response), got nothing()"),
     ],
 )
 def test_bad_names(user_file: Path, name: str, message: str) -> None:
@@ -105,7 +105,7 @@ def test_params(user_file: Path) -> None:
         check_params(resolve(f"{user_file}:length"), {"strict": True})
     weighted = resolve(f"{user_file}:weighted")
     check_params(weighted, {"weight": 2})
-    with pytest.raises(VerifierError, match=r"missing a required .*'weight'; it takes weight, bonus"):
+    with pytest.raises(VerifierError, match=r"missing a required .*'weight'; it takes weight, bonus; .* are given"):
         check_params(weighted, {})
 
 
