@@ -30,9 +30,12 @@ def train(
     config = load_config(find_recipe(recipe), overrides or [])
     if dry_run:
         from kitae.cli.preview import preview
+        from kitae.run.doubts import doubts
         from kitae.run.plan import check
 
         check(config)
+        for text in doubts(config):
+            print(f"warning: {text}")
         preview(config, full)
         return
     check_files(config.files)  # before torch is imported

@@ -240,6 +240,7 @@ def test_dry_run_says_what_would_happen_and_makes_nothing(
     assert re.search(r"^  training\.steps +3$", settings, re.MULTILINE)
     assert "training.group_size" not in settings and "algorithm.gate.clip_low" not in settings
     assert list(tmp_path.iterdir()) == []
+    assert cli(*arguments, "training.lr=5").out.startswith("warning: training.lr = 5 is far above")
     whole = cli(*arguments, "--full").out.partition("all settings:\n")[2]
     config = parse_config(json.JSONDecoder().raw_decode(whole)[0])
     assert (config.training.steps, config.model.path, config.run.name) == (3, str(model), "quickstart")
