@@ -29,21 +29,9 @@ from kitae.store.run_folder import Metrics, RunStore
 from kitae.types import Message, Prompt, Rollout, Score, Segment, ToolCall
 
 COMMANDS = (
-    *("train", "resume", "scale", "sample", "chain", "runs", "compare", "clean", "eval", "suites", "show", "diagnose"),
-    *(
-        "replay",
-        "plot",
-        "simulate",
-        "import",
-        "recipes",
-        "algorithms",
-        "validate",
-        "data",
-        "verifiers",
-        "verify",
-        "environments",
-    ),
-    *("ui", "serve", "report", "doctor"),
+    *("train", "resume", "scale", "sample", "chain", "export", "runs", "compare", "clean", "eval", "suites", "show"),
+    *("diagnose", "replay", "plot", "simulate", "import", "recipes", "algorithms", "validate", "data", "verifiers"),
+    *("verify", "environments", "ui", "serve", "tinker", "report", "doctor"),
 )
 
 
@@ -89,7 +77,11 @@ def failure(result: Result) -> str:
 def test_help_lists_every_command(cli: Cli) -> None:
     result = cli("--help")
     assert result.status == 0
-    listed = [line.split()[0] for line in result.out.partition("Commands:")[2].splitlines() if line.strip()]
+    listed = [
+        line.split()[0]
+        for line in result.out.partition("Commands:")[2].splitlines()
+        if line[2:].strip() and line[2] != " "
+    ]
     assert listed == list(COMMANDS)
 
 
