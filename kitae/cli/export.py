@@ -30,7 +30,10 @@ def export(
     ] = "folder",
     quant: Annotated[str, typer.Option(help=f"Of matrices in a gguf file: {', '.join(QUANTS)}.")] = "f16",
 ) -> None:
-    """Write a trained model as other programs take it, with a card of how it was made and what it scored."""
+    """Write a trained model as other programs take it.
+
+    With a card of how it was made and what it scored.
+    """
     if output.exists():
         raise StoreError(f"{output} exists already; remove it, or name another one")
     if output.suffix == ".gguf" and form != "gguf":

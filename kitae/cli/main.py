@@ -18,7 +18,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "scale": ("runs.scale", "Change the number of engines of a run."),
     "sample": ("sample.sample", "Sample and verify answers, as data to train on."),
     "chain": ("chain.chain", "Run stages after each other, each from the last one's model."),
-    "export": ("export.export", "Write a trained model for other programs: transformers, peft, llama.cpp."),
+    "export": ("export.export", "Write a trained model as other programs take it."),
     "runs": ("runs.runs", "List runs with their status, results and size."),
     "compare": ("runs.compare", "Compare settings and results of runs."),
     "clean": ("runs.clean", "Free disk that runs take."),

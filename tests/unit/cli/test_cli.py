@@ -77,11 +77,7 @@ def failure(result: Result) -> str:
 def test_help_lists_every_command(cli: Cli) -> None:
     result = cli("--help")
     assert result.status == 0
-    listed = [
-        line.split()[0]
-        for line in result.out.partition("Commands:")[2].splitlines()
-        if line[2:].strip() and line[2] != " "
-    ]
+    listed = [line.split()[0] for line in result.out.partition("Commands:")[2].splitlines() if line.strip()]
     assert listed == list(COMMANDS)
 
 
