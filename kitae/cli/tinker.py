@@ -40,7 +40,7 @@ def tinker(
         typer.Option(help='A key, "tml-…". Who shares the machine can see it: better --api-key-env.', metavar="KEY"),
     ] = None,
 ) -> None:
-    """Serve a base model to train adapters on, over the interface of Tinker's client.
+    """Serve a base model to train adapters on, for Tinker's client.
 
     Sessions, adapters, passes with every loss, updates, samples and saved weights; several clients at once.
     """
