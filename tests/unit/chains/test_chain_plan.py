@@ -137,7 +137,6 @@ def test_preferences_need_pairs(folder: Path, keep: str) -> None:
         ("lr = 1e-3", "lr = 1e-3, minutes = -1", "stage 02-learn: training.minutes: "),
         ('method.kind = "sft"', 'method.kind = "sft"\nmodel.path = "tiny"', "only the first one names it, got 'tiny'"),
         ("eval.examples = 0", 'data.path = "gone.jsonl"\neval.examples = 0', "stage 02-learn: "),
-        ("eval.examples = 0", "", "no held-out examples: set data.eval_path"),
         ('[evaluate]\ndata.task = "arithmetic"', '[evaluate]\ndata.task = "arithmetik"', "[evaluate]: "),
         ('[evaluate]\ndata.task = "arithmetic"', "[evaluate]\neval.prompts = 0\ndata.task = 'sort'", "at least 1"),
         ('method.kind = "sft"\ntraining = { lr = 1e-3, batch = 4 }\neval.examples = 0', "", "needs data of its own"),

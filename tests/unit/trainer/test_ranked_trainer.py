@@ -28,7 +28,7 @@ def alive(mark: str) -> list[str]:
 @pytest.fixture
 def trainer(monkeypatch: pytest.MonkeyPatch) -> RankedTrainer:
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
-    spread = {"backend": "local", "ranks": 2, "engines": 1}
+    spread = {"backend": "local", "ranks": 2}
     settings = {"model": {"path": "tiny"}, "data": {"task": "arithmetic"}, "cluster": spread}
     return RankedTrainer(parse_config(settings), "lone_rank", LocalCluster())
 
