@@ -239,7 +239,7 @@ def _run(order: Order, files: list[int]) -> None:
             time.sleep(0.0005)
         os.setsid()
         _take(dict(zip(order.files, files, strict=True)))
-        sys.stdin = open(0, closefd=False)  # the one of the process that it was forked from is closed
+        sys.stdin = os.fdopen(0, closefd=False)  # the one of the process that it was forked from is closed
         os.chdir(order.folder)
         os.environ.clear()
         os.environ.update(order.environment)
