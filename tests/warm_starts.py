@@ -210,6 +210,8 @@ def _adopt(whether: bool) -> None:
 
 
 def _serve(connection: socket.socket) -> None:
+    with suppress(PermissionError):  # who stops or kills the group of a test does not mean this process
+        os.setsid()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     gc.freeze()  # what is forked need not look through all that was imported
     connection.send(b"ready")

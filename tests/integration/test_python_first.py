@@ -61,7 +61,7 @@ def steps_of(result: kitae.Result) -> list[dict[str, Any]]:
         {"pipeline": {"max_staleness": 1}},
         {"lora_rank": 4},
         {"cluster": {"backend": "local", "verifiers": 1}},
-        {"kl": {"coef": 0.01}},
+        {"algorithm": {"reference": "frozen", "kl": {"coef": 0.01}}},
     ],
     ids=["plain", "ahead", "lora", "cluster", "reference"],
 )

@@ -88,14 +88,14 @@ def test_a_long_step_is_no_stall(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_stalled_run_can_be_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    original, calls = VerifierPool.score, 0
+    original, judged = VerifierPool.scores, 0
 
-    async def hang(self: VerifierPool, *arguments: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        return await (original(self, *arguments) if calls < 60 else _never())
+    async def hang(self: VerifierPool, responses: Any, *arguments: Any) -> Any:
+        nonlocal judged
+        judged += len(responses)
+        return await (original(self, responses, *arguments) if judged < 60 else _never())
 
-    monkeypatch.setattr(VerifierPool, "score", hang)
+    monkeypatch.setattr(VerifierPool, "scores", hang)
     with pytest.raises(StalledError, match=r"train waits [0-9]+ s for a batch: [0-9] groups are ready, 4 are needed"):
         run_toy(tmp_path, *SETTINGS, "pipeline.stall_limit=4")
     finish(kitae("resume", str(tmp_path / "toy-001")))

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("warm_verifiers")
 @pytest.mark.parametrize(
     ("architecture", "overrides"),
     [
-        ("qwen3_5", []),
+        ("qwen3_5", ["training.steps=30"]),
         ("lfm2", ["training.checkpoint_activations=true"]),
         ("bamba", ["pipeline.max_staleness=1", "pipeline.in_flight=recompute"]),
         (

@@ -158,7 +158,7 @@ def test_a_repaired_verifier_lets_the_run_go_on(tmp_path: Path) -> None:
     verifier = tmp_path / "broken.py"
     verifier.write_text(
         "def score(response, reference, context):\n"
-        "    if response == str(reference): return 1.0\n"
+        "    if response.isdigit(): return float(response == str(reference))\n"
         "    raise RuntimeError('service is down')\n"
     )
     settings = [f"verifier.name={verifier}:score", "training.steps=2", "eval.prompts=0"]

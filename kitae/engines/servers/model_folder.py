@@ -94,7 +94,7 @@ class WeightsFolder:
     def _furnish(self, folder: Path) -> None:
         """All that a model's folder has beside its weights."""
         folder.mkdir(exist_ok=True)
-        for path in self.start.iterdir():
+        for path in filter(Path.is_file, self.start.iterdir()):
             if path.name != WEIGHTS and not (folder / path.name).exists():
                 shutil.copyfile(path, folder / path.name)
 

@@ -440,7 +440,7 @@ def test_06_clipped_tokens_have_exactly_no_gradient_and_cispo_tokens_always_one(
 def test_07_weights_and_anchors_carry_no_gradient(data: st.DataObject) -> None:
     tokens = draw_tokens(data, make_objective(**PLAIN))
     assert tokens.logp_N.requires_grad
-    settings_ = {"floor": 0.7, "cap": 2.0, "low": 0.5, "high": 2.0,
+    settings_ = {"floor": 0.7, "bottom": 0.5, "cap": 2.0, "low": 0.5, "high": 2.0,
                  "geometric_low": 0.9, "geometric_high": 1.1, "veto_low": 0.5, "veto_high": 2.0, "drift_limit": 0.1,
                  "entropy_share": 0.5, "opsm_limit": 0.0, "age_limit": 1}  # fmt: skip
     tokens = replace(tokens, lag_N=torch.arange(len(tokens.logp_N)) % 3 + 1)
