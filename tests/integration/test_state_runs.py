@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("warm_verifiers")
         ("bamba", ["pipeline.max_staleness=1", "pipeline.in_flight=recompute"]),
         (
             "jamba",  # learns later than the others
-            ["algorithm.kl.coef=0.001", "algorithm.reference=ema", "algorithm.reference.every=1", "training.steps=20"],
+            ["algorithm.kl.coef=0.001", "algorithm.reference=ema", "algorithm.reference.every=1", "training.steps=28"],
         ),
         ("minimax", ["model.plain=true"]),
     ],
