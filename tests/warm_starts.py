@@ -192,7 +192,9 @@ class Server:
             _adopt(True)
             try:
                 socket.send_fds(self._connection, [json.dumps(asdict(order)).encode()], files)
-                return int(self._connection.recv(_LIMIT))
+                reply = self._connection.recv(_LIMIT)
+                assert reply, "what processes are forked from has ended"
+                return int(reply)
             finally:
                 _adopt(False)
 
@@ -227,9 +229,10 @@ def _serve(connection: socket.socket) -> None:
                 _run(Order(**json.loads(message)), files)
             os.write(write, str(child).encode())
             os._exit(0)
+        os.close(write)  # so that the end of one that was killed is the end of what there is to read
         os.waitpid(between, 0)
-        connection.send(os.read(read, 20))
-        for descriptor in (read, write, *files):
+        connection.send(os.read(read, 20) or b"-1")
+        for descriptor in (read, *files):
             os.close(descriptor)
 
 

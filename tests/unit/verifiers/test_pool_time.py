@@ -66,10 +66,11 @@ def test_instructions_under_load_are_scored_rightly() -> None:
     assert {score.value for score in scores} == {1.0}
 
 
-def worker_pids() -> list[int]:
-    """The processes that the template, our only child, has forked."""
-    mine = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
-    return [int(p) for child in mine for p in Path(f"/proc/{child}/task/{child}/children").read_text().split()]
+def worker_pids(pool: VerifierPool) -> list[int]:
+    """The processes that the pool's template has forked; other tests' processes are below us too."""
+    process = pool._template._process
+    assert process is not None
+    return [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
 
 
 @pytest.mark.thorough(keep=1)
@@ -79,7 +80,7 @@ def test_a_frozen_worker_is_replaced_and_the_check_repeated(verifier: str, monke
 
     async def body() -> tuple[Score, VerifierPool]:
         async with VerifierPool(verifier, workers=1, timeout=0.5) as pool:
-            for pid in worker_pids():
+            for pid in worker_pids(pool):
                 os.kill(pid, signal.SIGSTOP)
             return await pool.score("It is 12", "12"), pool
 
@@ -91,15 +92,15 @@ def test_a_frozen_worker_is_replaced_and_the_check_repeated(verifier: str, monke
 def test_frozen_twice_is_an_error_and_never_a_0(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kitae.workers.templates.worker_handle._INDULGENCE", 2)
 
-    async def freeze() -> None:
+    async def freeze(pool: VerifierPool) -> None:
         while True:
-            for pid in worker_pids():
+            for pid in worker_pids(pool):
                 os.kill(pid, signal.SIGSTOP)
             await asyncio.sleep(0.005)
 
     async def body() -> tuple[Score, VerifierPool]:
         async with VerifierPool("number", workers=1, timeout=0.3) as pool:
-            freezer = asyncio.create_task(freeze())
+            freezer = asyncio.create_task(freeze(pool))
             score = await pool.score("1" * 200_000 + " It is 12", "12")
             freezer.cancel()
             return score, pool
@@ -156,7 +157,7 @@ def test_a_worker_that_dies_while_idle_costs_no_check(tmp_path: Path) -> None:
 
     async def body() -> tuple[list[Score], Any]:
         async with VerifierPool(name, workers=2) as pool:
-            for pid in worker_pids():
+            for pid in worker_pids(pool):
                 os.kill(pid, signal.SIGKILL)
             await asyncio.sleep(0.2)
             return await asyncio.gather(*(pool.score("", None) for _ in range(4))), pool.stats
