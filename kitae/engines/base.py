@@ -5,6 +5,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
+from kitae.engines.constraint import Constraint
 from kitae.store.columns import joined
 from kitae.types import ExpertArray, FinishReason, FloatArray
 
@@ -20,6 +21,10 @@ class SamplingParams:
     Temperature 0 is greedy: the likeliest token is taken, and its reported log-prob is the model's own at
     temperature 1. Otherwise the log-prob is that of the distribution really sampled from, after temperature, top-k,
     top-p and min-p (applied in this order).
+
+    constraint: what the response must match. Penalties change logits before the temperature does: those of tokens in
+    prompt and response (repetition, which divides what is above 0 and multiplies what is below), and in the response
+    (presence: once; frequency: as often as they occur). logit_bias: is added to the logits of these tokens.
     """
 
     temperature: float = 1.0
@@ -29,6 +34,22 @@ class SamplingParams:
     min_p: float = 0.0
     stop_tokens: tuple[int, ...] = ()
     stop_strings: tuple[str, ...] = ()
+    constraint: Constraint | None = None
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+
+    @property
+    def penalised(self) -> tuple[str, ...]:
+        """The names of those settings that change logits, and are not off."""
+        off = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "logit_bias": ()}
+        return tuple(name for name, value in off.items() if getattr(self, name) != value)
+
+    @property
+    def shaped(self) -> tuple[str, ...]:
+        """The names of those settings that only Kitae's own engines follow, and are not off."""
+        return ("constraint",) * (self.constraint is not None) + self.penalised
 
 
 @dataclass(frozen=True, slots=True)

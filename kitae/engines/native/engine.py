@@ -210,6 +210,8 @@ class NativeEngine:
             raise RequestError(
                 f"request {request.id!r}: max_tokens must be at least 1, got {request.sampling.max_tokens}"
             )
+        if unknown := request.sampling.shaped:
+            raise RequestError(f"request {request.id!r}: this engine cannot follow {', '.join(unknown)}")
         if len(request.prior.tokens) >= min(request.sampling.max_tokens, context - length):
             raise RequestError(f"request {request.id!r}: there is nothing left to sample after its prior tokens")
         highest = max(request.prompt_tokens)

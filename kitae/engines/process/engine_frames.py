@@ -3,6 +3,7 @@
 Sampled tokens travel as numbers, or as the place where they lie (`kitae.store.columns`).
 """
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from kitae.engines.base import Request, Sampled, SamplingParams
+from kitae.engines.constraint import Constraint
 from kitae.store.columns import LazyColumn, Stretch, column_files, record_of, stretches_of
 from kitae.types import ExpertArray, Runs
 from kitae.workers.frames import Array, Frame
@@ -48,12 +50,10 @@ def experts_of(frame: Frame) -> ExpertArray | None:
 
 
 def request_of(frame: Frame) -> Request:
-    given = frame.header["sampling"].items()
-    sampling: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in given}
     return Request(
         id=frame.header["id"],
         prompt_tokens=tuple(frame.arrays["prompt"].tolist()),
-        sampling=SamplingParams(**sampling),
+        sampling=sampling_of(frame.header["sampling"]),
         seed=frame.header["seed"],
         share=frame.header["share"],
         session=frame.header["session"],
@@ -61,6 +61,14 @@ def request_of(frame: Frame) -> Request:
         experts_from=frame.header["experts_from"],
         prior_experts=experts_of(frame),
     )
+
+
+def sampling_of(given: Mapping[str, Any]) -> SamplingParams:
+    """From what `asdict` and JSON have made of it."""
+    plain: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in given.items()}
+    constraint = None if given["constraint"] is None else Constraint(**given["constraint"])
+    bias = tuple((int(token), float(added)) for token, added in given["logit_bias"])
+    return SamplingParams(**(plain | {"constraint": constraint, "logit_bias": bias}))
 
 
 def _parts(sampled: Sampled) -> Wire:

@@ -228,6 +228,8 @@ class ServerEngine:
         elif not 0 <= min(request.prompt_tokens) <= max(request.prompt_tokens) < self._vocabulary:
             # vLLM does not survive one that its embedding does not have.
             problem = f"tokens must be from 0 to {self._vocabulary - 1}, got {max(request.prompt_tokens)}"
+        elif shaped := request.sampling.shaped:
+            problem = f"{', '.join(shaped)}: only Kitae's own engines follow them"
         else:
             problem = self._dialect.refusal(request.sampling)
         if problem is not None:

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kitae.engines.base import Request, Sampled, SamplingParams
+from kitae.engines.constraint import Constraint
 from kitae.engines.process import engine_frames
 from kitae.workers.frames import Frame, pack_frame, read_frame
 
@@ -47,6 +48,14 @@ def test_known_experts_travel() -> None:
     assert experts is not None and experts.dtype == np.uint8 and np.array_equal(experts, told)
     plain = read(pack_frame(*engine_frames.request_to_wire(replace(known, prior_experts=None))))
     assert plain is not None and engine_frames.request_of(plain).prior_experts is None
+
+
+def test_what_shapes_an_answer_travels() -> None:
+    shaped = SamplingParams(constraint=Constraint.choice(["yes", "no"]), logit_bias=((5, -2.5), (7, 1.0)))
+    told = replace(shaped, repetition_penalty=1.1, presence_penalty=0.5, frequency_penalty=-0.25, top_p=0.9)
+    for sampling in (shaped, told):
+        got = read(pack_frame(*engine_frames.request_to_wire(Request("a", (4, 5), sampling, 1))))
+        assert got is not None and engine_frames.request_of(got).sampling == sampling
 
 
 def test_half_a_frame_is_none() -> None:
