@@ -16,11 +16,12 @@ from kitae.engines.base import Sampled
 from kitae.engines.config import EngineConfig
 from kitae.engines.native.engine import NativeEngine
 from kitae.models.policy import Policy
+from kitae.serving.answers import AnswerRenderer
 from kitae.serving.app import make_app, model_routes
 from kitae.serving.base import Answer, Ask, OnTokens, with_ids
 from kitae.serving.handlers import AnswerPolicy, ChatHandlers
+from kitae.serving.prompt_reader import PromptReader, RequestReader
 from kitae.serving.refusals import AdmissionControl
-from kitae.serving.responses import AnswerRenderer
 from kitae.serving.server_metrics import Counters
 from kitae.serving.server_settings import ServerSettings
 from kitae.serving.start_server import app_of
@@ -80,7 +81,7 @@ class Scripted:
                 on_tokens(piece)
                 await asyncio.sleep(0)
         prompt = ask.prompt_tokens or self.chat.encode_prompt(ask.messages, ask.tools)
-        turn = self.chat.read(tokens, ask.sampling.stop_strings, ask.tools)
+        turn = self.chat.read(tokens, ask.sampling.stop_strings, ask.tools, ask.thoughts)
         return Answer(prompt, sampled, "stop", with_ids(turn, ask.id))
 
 
@@ -107,10 +108,21 @@ def renderer_of(tokenizer: Any, chat: Chat) -> AnswerRenderer:
     return AnswerRenderer("tiny", chat, TokenText(tokenizer), streams_early(tokenizer))
 
 
-def scripted_client(tokenizer: Any, model: Scripted, answer_policy: AnswerPolicy | None = None) -> httpx.AsyncClient:
+def scripted_client(
+    tokenizer: Any, model: Scripted, answer_policy: AnswerPolicy | None = None, encodes: bool = False
+) -> httpx.AsyncClient:
+    """encodes: the server makes tokens of messages, as one with an engine does; otherwise the model does."""
     admission = AdmissionControl(64)
     counters = Counters(admission)
-    handlers = ChatHandlers(lambda request: model, renderer_of(tokenizer, model.chat), admission, None, answer_policy)
+    prompts = PromptReader.of(tokenizer, None, context=512, most_answers=64)
+    handlers = ChatHandlers(
+        lambda request: model,
+        renderer_of(tokenizer, model.chat),
+        admission,
+        None,
+        answer_policy,
+        reader=RequestReader([prompts]) if encodes else None,
+    )
     return client_of(make_app(model_routes(handlers, counters), counters, name="tiny", context=512, host="127.0.0.1"))
 
 

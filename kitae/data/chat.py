@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from kitae.data.tool_calls import CLOSE, OPEN, CallReader, special_ids
+from kitae.data.tool_calls import CLOSE, OPEN, CallReader, special_ids, template_of
 from kitae.errors import DataError
 from kitae.types import Message, Tool, ToolCall, Turn
 
@@ -109,12 +109,20 @@ class Chat:
         """The tokens that the template writes after the last answer of a conversation."""
         return self.encode(self._tail((), generate=False))
 
-    def read(self, tokens: Sequence[int], stops: Sequence[str] = (), tools: Sequence[Tool] = ()) -> Turn:
-        """What the model said, cut before a stop string; with its calls, if it was told of tools."""
+    def read(
+        self, tokens: Sequence[int], stops: Sequence[str] = (), tools: Sequence[Tool] = (), thoughts: bool = False
+    ) -> Turn:
+        """What the model said, cut before a stop string; with its calls, if it was told of tools. thoughts: thinking is
+        told from content also without tools."""
         text = self.decode(tokens)
         cuts = [text.find(stop) for stop in stops if stop in text]
         text = text[: min(cuts)] if cuts else text
-        return self._reader.read(tokens, tools, text) if tools else Turn(text, text)
+        return self._reader.read(tokens, tools, text) if tools or thoughts else Turn(text, text)
+
+    @cached_property
+    def thinks(self) -> bool:
+        """Whether the model's format has thinking."""
+        return "<think>" in template_of(self.tokenizer) or self.family in ("harmony", "template")
 
     @cached_property
     def _reader(self) -> CallReader:

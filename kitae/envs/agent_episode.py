@@ -179,7 +179,7 @@ class AgentEpisode(RunningEpisode):
             else:
                 segment, finish = await self._sample(position, number, sampling)
             # Nothing is awaited from here on, so the sampled tokens are kept as a whole or not at all.
-            turn = self._on.chat.read(segment.tokens, sampling.stop_strings, ask.tools)
+            turn = self._on.chat.read(segment.tokens, sampling.stop_strings, ask.tools, ask.thoughts)
             turn = with_ids(turn, f"{stream_seed(self.id, context, number):x}")
             said = Message("assistant", turn.told, turn.calls, problem=turn.problem)
             self._conversations.grow(position, segment, said)

@@ -17,12 +17,20 @@ from kitae.clients.addresses import host_name, is_loopback, means
 from kitae.data.data_files import clip
 from kitae.errors import ConfigError
 from kitae.serving.api_keys import Account, KeyRing
-from kitae.serving.handlers import ChatHandlers, no_responses
-from kitae.serving.http_bodies import Handler, endpoint, json_response, refusal_of
+from kitae.serving.chat_answers import speak_chat, speak_text
+from kitae.serving.handlers import ChatHandlers
+from kitae.serving.http_bodies import Handler, endpoint, json_response, refusal_of, refusal_response
+from kitae.serving.messages_answers import speak_messages
 from kitae.serving.refusals import Refused
+from kitae.serving.responses_answers import speak_responses
 from kitae.serving.server_metrics import Counters
 
 _OPEN = ("/health",)
+_CHATS = {
+    "/v1/chat/completions": speak_chat,
+    "/v1/responses": speak_responses,
+    "/v1/messages": speak_messages,
+}
 
 
 class KeyGuard:
@@ -47,7 +55,7 @@ class KeyGuard:
                 scope["account"], scope["arrived"] = account, time.monotonic()
                 await self._app(scope, receive, send)
         except Refused as refused:
-            await json_response(refused.as_json(), refused.status, refused.headers)(scope, receive, send)
+            await refusal_response(refused, scope)(scope, receive, send)
 
     def _account(self, scope: Scope) -> Account | None:
         """That of the key; None at an address that needs none."""
@@ -75,9 +83,15 @@ def check_key(host: str, keys: KeyRing) -> None:
 
 def chat_routes(handlers: ChatHandlers, counters: Counters) -> list[BaseRoute]:
     """The routes of chats, to be mounted anywhere: `Mount("/episodes/{token}", routes=chat_routes(handlers, …))`."""
+    kept = endpoint(handlers.kept_response, counters)
     return [
-        Route("/v1/chat/completions", endpoint(handlers.chat, counters), methods=["POST"]),
-        Route("/v1/responses", endpoint(no_responses, counters), methods=["POST"]),
+        *(
+            Route(path, endpoint(handlers.speaking(speak), counters), methods=["POST"])
+            for path, speak in _CHATS.items()
+        ),
+        Route("/v1/responses/{id}", kept, methods=["GET", "DELETE"]),
+        Route("/v1/messages/count_tokens", endpoint(handlers.count_tokens, counters), methods=["POST"]),
+        Route("/v1/embeddings", endpoint(_not_here("a language model"), counters), methods=["POST"]),
     ]
 
 
@@ -85,7 +99,7 @@ def model_routes(handlers: ChatHandlers, counters: Counters) -> list[BaseRoute]:
     """All routes of a language model."""
     return [
         *chat_routes(handlers, counters),
-        Route("/v1/completions", endpoint(handlers.complete, counters), methods=["POST"]),
+        Route("/v1/completions", endpoint(handlers.speaking(speak_text), counters), methods=["POST"]),
         Route("/tokenize", endpoint(handlers.tokenize, counters), methods=["POST"]),
         Route("/detokenize", endpoint(handlers.detokenize, counters), methods=["POST"]),
         Route("/v1/score", endpoint(_not_here("a language model"), counters), methods=["POST"]),
@@ -95,10 +109,15 @@ def model_routes(handlers: ChatHandlers, counters: Counters) -> list[BaseRoute]:
 def name_routes(name: str, context: int, counters: Counters) -> list[BaseRoute]:
     """The list of models, which has one. context: the length of its context in tokens; 0: it is left out."""
     listed: dict[str, Any] = {"id": name, "object": "model", "created": 0, "owned_by": "kitae"}
+    listed |= {
+        "type": "model",
+        "display_name": name,
+        "created_at": "1970-01-01T00:00:00Z",
+    }  # as Anthropic's clients read
     listed |= {"max_model_len": context} if context else {}
 
     async def models(_: Request) -> Response:
-        return json_response({"object": "list", "data": [listed]})
+        return json_response({"object": "list", "data": [listed], "has_more": False, "first_id": name, "last_id": name})
 
     async def model(request: Request) -> Response:
         if request.path_params["name"] != name:
@@ -140,9 +159,8 @@ def make_app(
     return Starlette(routes=[*routes, *shared], middleware=[guard], exception_handlers={404: _lost, 405: _lost})
 
 
-async def _lost(_: Request, error: Exception) -> Response:
-    refused = refusal_of(error)
-    return json_response(refused.as_json(), refused.status)
+async def _lost(request: Request, error: Exception) -> Response:
+    return refusal_response(refusal_of(error), request.scope)
 
 
 def _not_here(what: str) -> Handler:

@@ -18,7 +18,8 @@ class Ask:
 
     messages, or prompt_tokens, or both: then the messages are these tokens already. tools belong to messages.
     seed: None lets the model draw one.
-    retry: the client says that it has sent this request before and got no answer.
+    retry: the client says that it has sent this request before and got no answer. thoughts: the client is told thinking
+    apart from the answer also where there are no tools.
     """
 
     id: str
@@ -28,6 +29,7 @@ class Ask:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     seed: int | None = None
     retry: bool = False
+    thoughts: bool = False
 
 
 @dataclass(frozen=True, slots=True)

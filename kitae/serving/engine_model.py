@@ -31,7 +31,7 @@ class EngineModel:
         seed = secrets.randbits(63) if ask.seed is None else ask.seed
         request = Request(ask.id, prompt, ask.sampling, seed, share=_SHARE)
         done, timing = await self._streams.generate(request, on_tokens)
-        turn = self.chat.read(done.tokens, ask.sampling.stop_strings, ask.tools)
+        turn = self.chat.read(done.tokens, ask.sampling.stop_strings, ask.tools, ask.thoughts)
         return Answer(prompt, done.sampled, done.finish, with_ids(turn, f"{secrets.randbits(96):024x}"), timing)
 
     def _prompt(self, ask: Ask) -> tuple[int, ...]:

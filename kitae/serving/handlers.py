@@ -23,6 +23,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -31,14 +32,17 @@ from starlette.types import Scope
 
 from kitae.data.data_files import clip
 from kitae.engines.base import Sampled, stream_seed
+from kitae.serving.answers import AnswerRenderer, Asking, Choice, Speak, Teller
 from kitae.serving.api_keys import Account
 from kitae.serving.base import Answer, Ask, Model, OnTokens
-from kitae.serving.http_bodies import EventStream, Json, endpoint, json_response, place_of, unless_gone
+from kitae.serving.http_bodies import EventStream, Handler, Json, endpoint, json_response, place_of, unless_gone
+from kitae.serving.kept_answers import KeptAnswers
+from kitae.serving.messages_bodies import CountBody
 from kitae.serving.prompt_reader import PromptReader, RequestReader
 from kitae.serving.refusals import AdmissionControl, Refused
-from kitae.serving.request_bodies import ChatBody, CompletionBody, DetokenizeBody, RequestBody, TokenizeBody
-from kitae.serving.requests import AnswerOrder, ToolChoice, read_chat, read_completion
-from kitae.serving.responses import AnswerRenderer, Choice, ResponseBuilder, StreamBuilder
+from kitae.serving.request_bodies import ChatBody, DetokenizeBody, RequestBody, TokenizeBody
+from kitae.serving.requests import AnswerOrder, ToolChoice, read_chat
+from kitae.serving.responses_answers import find_kept
 from kitae.serving.server_metrics import Counters
 from kitae.serving.text_scoring import ScoredText, TextScorer
 from kitae.types import Turn
@@ -72,7 +76,7 @@ class ChatHandlers:
     """The handlers of one server. scorer: computes log-probs of prompts and of the likeliest tokens; None: requests for
     them are refused. gone: is called with the path of a request whose client has gone before the end of the stream.
     reader: reads requests; None: for models that make tokens of messages themselves. answered: is called with the
-    answers to each request."""
+    answers to each request. owner: to whom answers belong that can be asked for again; they end with it."""
 
     def __init__(
         self,
@@ -84,29 +88,57 @@ class ChatHandlers:
         gone: Callable[[str], None] = lambda path: None,
         reader: RequestReader[PromptReader] | None = None,
         answered: Answered = lambda *_: None,
+        owner: Callable[[Request], object] = lambda request: request.scope.get("account"),
     ) -> None:
         self._find, self._renderer, self._admission, self._scorer = find, renderer, admission, scorer
         self._answer_policy = answer_policy or AnswerPolicy()
-        self._gone, self._answered = gone, answered
+        self._gone, self._answered, self._owner = gone, answered, owner
+        self._kept: WeakKeyDictionary[object, KeptAnswers] = WeakKeyDictionary()
         self._reader = reader or RequestReader([PromptReader.for_models(renderer.chat)])
 
-    async def chat(self, request: Request) -> Response:
-        """`POST /v1/chat/completions`"""
-        retry = _is_retry(request)
+    def speaking(self, speak: Speak) -> Handler:
+        """The handler of requests for answers in one dialect."""
 
-        def order(body: Json, prompts: PromptReader) -> AnswerOrder:
-            known = {name: value for name, value in body.items() if name not in self._answer_policy.ignored}
-            return read_chat(ChatBody.read(known), prompts, retry)
+        async def answer(request: Request) -> Response:
+            asking = Asking(self._renderer, self._kept_of(request), _is_retry(request))
 
-        return await self._serve(request, await self._reader.read(request, order))
+            def tell(body: Json, prompts: PromptReader) -> Teller:
+                return speak(_without(body, self._answer_policy.ignored), prompts, asking)
 
-    async def complete(self, request: Request) -> Response:
-        """`POST /v1/completions`"""
-        retry = _is_retry(request)
-        order = await self._reader.read(
-            request, lambda body, prompts: read_completion(CompletionBody.read(body), prompts, retry)
-        )
-        return await self._serve(request, order)
+            return await self._serve(request, await self._reader.read(request, tell))
+
+        return answer
+
+    async def kept_response(self, request: Request) -> Response:
+        """`GET` and `DELETE /v1/responses/{id}`"""
+        kept, id = self._kept_of(request), request.path_params["id"]
+        told = find_kept(kept, id).told
+        if request.method == "DELETE":
+            kept.drop(id)
+            told = {"id": id, "object": "response", "deleted": True}
+        return json_response(told)
+
+    async def count_tokens(self, request: Request) -> Response:
+        """`POST /v1/messages/count_tokens`"""
+
+        def read(body: Json, prompts: PromptReader) -> AnswerOrder:
+            counted = CountBody.read(_without(body, self._answer_policy.ignored))
+            return read_chat(ChatBody.read(counted.as_chat()), prompts)
+
+        order, model = await self._reader.read(request, read), self._find(request)
+        self._check_name(order.model)
+        ask = order.asks[0]
+        tokens = ask.prompt_tokens or model.chat.encode_prompt(ask.messages, ask.tools)
+        return json_response({"input_tokens": len(tokens)})
+
+    def _check_name(self, name: str) -> None:
+        if name and name != self._renderer.name and not self._answer_policy.any_name:
+            message = f"there is no model {name[:100]!r} here, only {self._renderer.name!r}"
+            raise Refused(message, 404, param="model", code="model_not_found")
+
+    def _kept_of(self, request: Request) -> KeptAnswers:
+        """The answers that this client may go on from."""
+        return self._kept.setdefault(self._owner(request) or self, KeptAnswers())
 
     async def tokenize(self, request: Request) -> Response:
         """`POST /tokenize`: a prompt, or messages with tools, as tokens."""
@@ -122,43 +154,36 @@ class ChatHandlers:
 
     # One request.
 
-    async def _serve(self, request: Request, order: AnswerOrder) -> Response:
-        model = self._find(request)
-        if order.model and order.model != self._renderer.name and not self._answer_policy.any_name:
-            raise Refused(
-                f"there is no model {order.model!r} here, only {self._renderer.name!r}", 404, param="model",
-                code="model_not_found",
-            )  # fmt: skip
+    async def _serve(self, request: Request, teller: Teller) -> Response:
+        model, order = self._find(request), teller.order
+        self._check_name(order.model)
         if _needs_scores(order) and self._scorer is None:
             raise Refused("this address gives no log-probs but those of sampled tokens", param="logprobs")
         if not order.stream:
-            return json_response(await unless_gone(request.receive, self._whole(model, order, request.scope)))
-        events = self._events(model, order, request.scope)
+            return json_response(await unless_gone(request.receive, self._whole(model, teller, request.scope)))
+        events = self._events(model, teller, request.scope)
         first = await unless_gone(request.receive, anext(events))
-        return EventStream(events, first, lambda: self._gone(place_of(request)))
+        return EventStream(events, first, lambda: self._gone(place_of(request)), teller.failed, teller.ends)
 
-    async def _whole(self, model: Model, order: AnswerOrder, scope: Scope) -> Json:
-        waited = _since_arrival(scope)
+    async def _whole(self, model: Model, teller: Teller, scope: Scope) -> Json:
+        waited, order = _since_arrival(scope), teller.order
         with self._admission.take(len(order.asks)):
             async with asyncio.TaskGroup() as tasks:
                 made = [tasks.create_task(self._choice(model, order, i)) for i in range(len(order.asks))]
-        choices, unmet = zip(*(task.result() for task in made), strict=True)
+        choices = [task.result() for task in made]
         self._note(order, scope, waited, [choice.answer for choice in choices])
-        body = ResponseBuilder(order, self._renderer).whole(choices)
-        for told, why in zip(body["choices"], unmet, strict=True):
-            told.update({"unmet": why} if why else {})
-        return body
+        return teller.whole(choices)
 
     def _note(self, order: AnswerOrder, scope: Scope, waited: float, answers: Sequence[Answer]) -> None:
         prompts = sum(len(answer.prompt_tokens) for answer in answers[:: order.choices])
         self._answered(scope.get("account"), waited, answers, prompts)
 
-    async def _events(self, model: Model, order: AnswerOrder, scope: Scope) -> AsyncGenerator[Json, None]:
+    async def _events(self, model: Model, teller: Teller, scope: Scope) -> AsyncGenerator[Json, None]:
         """Events of all choices, in the order in which they come."""
-        waited = _since_arrival(scope)
+        waited, order = _since_arrival(scope), teller.order
         with self._admission.take(len(order.asks)):
             events: asyncio.Queue[Json | None] = asyncio.Queue()
-            working = asyncio.create_task(self._tell_all(model, order, events))
+            working = asyncio.create_task(self._tell_all(model, teller, events))
             try:
                 while (event := await events.get()) is not None:
                     yield event
@@ -167,29 +192,25 @@ class ChatHandlers:
                 working.cancel()
                 await asyncio.gather(working, return_exceptions=True)
 
-    async def _tell_all(self, model: Model, order: AnswerOrder, events: "asyncio.Queue[Json | None]") -> list[Answer]:
-        builder = ResponseBuilder(order, self._renderer)
+    async def _tell_all(self, model: Model, teller: Teller, events: "asyncio.Queue[Json | None]") -> list[Answer]:
         try:
             async with asyncio.TaskGroup() as tasks:
-                made = [tasks.create_task(self._tell(model, builder, i, events)) for i in range(len(order.asks))]
+                made = [tasks.create_task(self._tell(model, teller, i, events)) for i in range(len(teller.order.asks))]
             answers = [task.result() for task in made]
-            if order.usage:
-                events.put_nowait(builder.last(answers))
+            for event in teller.last(answers):
+                events.put_nowait(event)
             return answers
         finally:
             events.put_nowait(None)
 
-    async def _tell(
-        self, model: Model, builder: ResponseBuilder, index: int, events: "asyncio.Queue[Json | None]"
-    ) -> Answer:
-        order = builder.order
+    async def _tell(self, model: Model, teller: Teller, index: int, events: "asyncio.Queue[Json | None]") -> Answer:
+        order = teller.order
         if order.tool_choice.any or _needs_scores(order) or not order.generates:  # nothing is certain before the end
-            choice, why = await self._choice(model, order, index)
-            for event in builder.pieces_of(choice):
-                event["choices"][0].update({"unmet": why} if why else {})
+            choice = await self._choice(model, order, index)
+            for event in teller.pieces_of(choice):
                 events.put_nowait(event)
             return choice.answer
-        telling, late = StreamBuilder(builder, index), False
+        telling, late = teller.stream(index), False
         asking = asyncio.current_task()
         assert asking is not None
 
@@ -211,15 +232,14 @@ class ChatHandlers:
             events.put_nowait(event)
         return answer
 
-    async def _choice(self, model: Model, order: AnswerOrder, index: int) -> tuple[Choice, str]:
-        """A choice, and the reason why it is not what was asked for; "" where it is."""
+    async def _choice(self, model: Model, order: AnswerOrder, index: int) -> Choice:
         ask = order.asks[index]
         if order.generates:
             answer, unmet = await self._insist(model, ask, order.tool_choice)
         else:
             assert ask.prompt_tokens is not None
             answer, unmet = Answer(ask.prompt_tokens, Sampled(), "length", Turn("")), ""
-        return Choice(index, answer, await self._scores(order, answer)), unmet
+        return Choice(index, answer, await self._scores(order, answer), unmet)
 
     async def _insist(
         self, model: Model, ask: Ask, tool_choice: ToolChoice, on_tokens: OnTokens | None = None
@@ -248,6 +268,17 @@ class ChatHandlers:
         return await self._scorer.score(tokens, order.top, order.asks[0].sampling.temperature)
 
 
+def _without(body: Json, names: Sequence[str]) -> Json:
+    """A body without some fields; `text.verbosity` is one inside another."""
+    for name in names:
+        head, _, inside = name.partition(".")
+        if inside and isinstance(body.get(head), dict):
+            body = {**body, head: _without(body[head], [inside])}
+        elif not inside:
+            body = {field: value for field, value in body.items() if field != head}
+    return body
+
+
 def _needs_scores(order: AnswerOrder) -> bool:
     """Whether log-probs are wanted that sampling does not give: of the prompt, or of tokens that were not drawn."""
     return order.logprobs and (order.top > 0 or order.echo)
@@ -270,15 +301,6 @@ def _tokens(body: TokenizeBody, prompts: PromptReader) -> list[int]:
         return list(tokens)
     begun = prompts.encode_text(body.prompt, body.control_tokens)
     return list(begun if body.add_special_tokens else begun[len(prompts.chat.begin()) :])
-
-
-async def no_responses(_: Any) -> Response:
-    raise Refused(
-        "this server has no Responses API: use chat completions. In openai-agents: "
-        "set_default_openai_api('chat_completions'), or OpenAIChatCompletionsModel",
-        404,
-        code="no_responses_api",
-    )
 
 
 Talk = tuple[list[Any], str]
@@ -330,7 +352,8 @@ def reward_routes(handlers: RewardHandlers, counters: Counters) -> list[BaseRout
     async def elsewhere(_: Request) -> Response:
         raise Refused("this server serves a reward model: it answers at /v1/score alone", 404)
 
-    others = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/tokenize", "/detokenize")
+    chats = ("/v1/chat/completions", "/v1/responses", "/v1/messages")
+    others = (*chats, "/v1/completions", "/v1/embeddings", "/tokenize", "/detokenize")
     return [
         Route("/v1/score", endpoint(handlers.score, counters), methods=["POST"]),
         *(Route(path, endpoint(elsewhere, counters), methods=["POST"]) for path in others),

@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any, TypeVar
 
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -26,7 +27,6 @@ Json = dict[str, Any]
 Handler = Callable[[Request], Awaitable[Response]]
 
 _GONE = 499  # the status in the metrics; no client reads it
-_DONE = b"data: [DONE]\n\n"
 _log = logging.getLogger("kitae.serving")
 
 
@@ -93,17 +93,31 @@ def json_response(body: Any, status: int = 200, headers: dict[str, str] | None =
     return Response(text.encode("utf-8", "replace"), status, headers, "application/json")
 
 
+def refusal_response(refused: Refused, scope: Scope) -> Response:
+    """In the shape that the client reads: Anthropic's by its path, or by the header that its clients send."""
+    messages = "/v1/messages" in scope["path"] or "anthropic-version" in Headers(scope=scope)
+    return json_response(refused.as_message() if messages else refused.as_json(), refused.status, refused.headers)
+
+
 class EventStream(Response):
     """Server-sent events. The caller takes the first one from `events`, so that a request that fails at once gets an
-    error status. A later failure is sent as the last event.
+    error status. A later failure is sent as the last event, as `failed` tells it; else `ends` is sent.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[Json, None], first: Json, gone: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        events: AsyncGenerator[Json, None],
+        first: Json,
+        gone: Callable[[], None],
+        failed: Callable[[Refused], Json],
+        ends: bytes,
+    ) -> None:
         super().__init__(headers={"cache-control": "no-store", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self._events, self._first, self._left = events, first, gone
+        self._failed, self._ends = failed, ends
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -119,9 +133,10 @@ class EventStream(Response):
         try:
             async for event in self._events:
                 await _send_part(send, _event(event))
-            await _send_part(send, _DONE)
+            if self._ends:
+                await _send_part(send, self._ends)
         except Exception as error:
-            await _send_part(send, _event(refusal_of(error).as_json()))
+            await _send_part(send, _event(self._failed(refusal_of(error))))
         await send({"type": "http.response.body", "body": b""})
 
 
@@ -130,8 +145,10 @@ async def _send_part(send: Send, body: bytes) -> None:
 
 
 def _event(body: Json) -> bytes:
+    """One event; those that have a type are named by it."""
+    named = f"event: {body['type']}\n" if "type" in body else ""
     text = json.dumps(body, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    return f"data: {text}\n\n".encode("utf-8", "replace")
+    return f"{named}data: {text}\n\n".encode("utf-8", "replace")
 
 
 def refusal_of(error: BaseException) -> Refused:
@@ -166,8 +183,7 @@ def endpoint(handler: Handler, counters: Counters) -> Handler:
             counters.gone(path)
             response = Response(status_code=_GONE)
         except Exception as error:
-            refused = refusal_of(error)
-            response = json_response(refused.as_json(), refused.status, refused.headers)
+            response = refusal_response(refusal_of(error), request.scope)
         counters.count(path, response.status_code, time.monotonic() - began, request.scope.get("account"))
         return response
 

@@ -98,6 +98,21 @@ class PromptReader:
         except DataError as error:
             raise Refused(str(error), param="messages") from None
 
+    def encode_continued(
+        self, messages: tuple[Message, ...], tools: tuple[Tool, ...] = (), control_tokens: bool | None = None
+    ) -> tuple[int, ...]:
+        """A chat whose last message is the beginning of the answer."""
+        *before, begun = messages
+        if begun.role != "assistant" or begun.calls or not before:
+            message = "continue_final_message needs messages before a last one of the assistant without calls"
+            raise Refused(f"{message}, got {begun.role!r} as the last", param="continue_final_message")
+        prompt = self.encode_chat(tuple(before), tools, control_tokens)
+        chat = self._chat(control_tokens, self.control_tokens == "always")
+        try:
+            return prompt + (chat.encode_text(begun.content) if chat.shields else chat.encode(begun.content))
+        except DataError as error:
+            raise Refused(str(error), param="messages") from None
+
     def _chat(self, asked: bool | None, usual: bool) -> Chat:
         if asked and self.control_tokens == "never":
             message = "control_tokens must be false here: special tokens that a text spells out stay text; got true"

@@ -1,5 +1,5 @@
-"""Refusals in the shape that OpenAI's clients read, and the limit on answers under way: a request beyond it is refused
-at once, with a time to try again.
+"""Refusals in the shapes that OpenAI's and Anthropic's clients read, and the limit on answers under way: a request
+beyond it is refused at once, with a time to try again.
 """
 
 import time
@@ -18,6 +18,14 @@ _KINDS = {
     415: "invalid_request_error",
     422: "unmet_request_error",
     429: "rate_limit_error",
+}
+_MESSAGES_KINDS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
 }
 _LONGEST, _LONGEST_PARAM = 2000, 200  # characters
 
@@ -43,6 +51,11 @@ class Refused(RequestError):
         kind = _KINDS.get(self.status, "server_error")
         message, param = _cut(str(self), _LONGEST), self.param and _cut(self.param, _LONGEST_PARAM)
         return {"error": {"message": message, "type": kind, "param": param, "code": self.code}}
+
+    def as_message(self) -> dict[str, Any]:
+        """In Anthropic's shape, which has no place for the name of a field but the sentence."""
+        kind = _MESSAGES_KINDS.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
+        return {"type": "error", "error": {"type": kind, "message": _cut(str(self), _LONGEST)}}
 
 
 def _cut(text: str, most: int) -> str:

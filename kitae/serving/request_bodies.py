@@ -39,10 +39,13 @@ _KINDS = {
     "bool_type": "true or false",
     "string_type": "a text",
     "list_type": "a list",
+    "dict_type": "an object",
     "model_type": "an object",
+    "model_attributes_type": "an object",
 }
 
 Ignored = Any
+Json = dict[str, Any]
 
 
 class RequestBody(BaseModel):
@@ -71,8 +74,13 @@ def _refusal(problem: Any, kind: type[RequestBody]) -> Refused:
         case "extra_forbidden":
             hint = nearest(name, sorted(kind.model_fields)) if len(name) < _LONGEST_NAME else ""
             return Refused(f"unknown field {clip(repr(name))}{hint}", param=name, code="unknown_field")
-        case "missing":
-            return Refused(f"{name} is needed", param=name)
+        case "missing" | "union_tag_not_found":
+            return Refused(f"{name} {_tag(bounds)}is needed", param=name)
+        case "union_tag_invalid":
+            message = f"{name} {_tag(bounds)}must be one of {bounds['expected_tags']}, got {clip(repr(bounds['tag']))}"
+            return Refused(message, param=name)
+        case "literal_error":
+            wanted = bounds["expected"]
         case "greater_than_equal":
             wanted = f"at least {bounds['ge']:g}"
         case "less_than_equal":
@@ -82,6 +90,11 @@ def _refusal(problem: Any, kind: type[RequestBody]) -> Refused:
         case other:
             wanted = _KINDS.get(other, other)
     return Refused(f"{name} must be {wanted}, got {clip(repr(problem['input']))}", param=name)
+
+
+def _tag(bounds: Mapping[str, Any]) -> str:
+    """The field by which one of several kinds is told: `type `; nothing, where there are not several."""
+    return f"{bounds['discriminator'].strip(chr(39))} " if "discriminator" in bounds else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,6 +248,8 @@ class ChatBody(AnswerBody):
     response_format: Annotated[Any, AfterValidator(_text_format)] = None
     modalities: Annotated[Any, only([["text"]], "the model writes text")] = None
     reasoning_effort: Annotated[Any, only(["none"], "the model decides how long it thinks")] = None
+    continue_final_message: bool = False
+    add_generation_prompt: bool | None = None
     chat_template_kwargs: Annotated[Any, only([{}], "the chat template is used as it is")] = None
     functions: Annotated[Any, only([], _RENAMED)] = None
     function_call: Annotated[Any, only([], _RENAMED)] = None

@@ -1,8 +1,10 @@
 """Orders made from the bodies of requests: a request to the model for each answer, and how to return the answers."""
 
 import json
+import re
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -84,16 +86,32 @@ class AnswerOrder:
         return len(self.asks) // (len(self.prompt_texts) or 1)
 
 
-def read_chat(body: ChatBody, prompts: PromptReader, retry: bool = False) -> AnswerOrder:
+def read_chat(
+    body: ChatBody, prompts: PromptReader, retry: bool = False, id: str = "chatcmpl-", thoughts: bool = False
+) -> AnswerOrder:
+    """id: what the name of the answer begins with. thoughts: thinking is told apart, see `Ask`."""
     prompts.check_answers(1, body.n)
     messages = read_talk(body.messages, prompts)
     tool_choice, tools = _tools(body)
+    if body.add_generation_prompt not in (None, not body.continue_final_message):
+        message = "add_generation_prompt must be true where continue_final_message is false, and false where it is true"
+        raise Refused(f"{message}, got {json.dumps(body.add_generation_prompt)}", param="add_generation_prompt")
     if body.top_logprobs and not body.logprobs:
         message = f"top_logprobs needs logprobs = true, got {body.top_logprobs} without it"
         raise Refused(message, param="top_logprobs")
-    id, sampling = f"chatcmpl-{uuid.uuid4().hex}", _sampling(body, prompts.chat, _UNBOUNDED)
-    tokens = prompts.encode_chat(messages, tools, body.control_tokens) if prompts.encodes else None
-    ask = Ask(id, messages=messages, prompt_tokens=tokens, tools=tools, sampling=sampling, retry=retry)
+    id, sampling = f"{id}{uuid.uuid4().hex}", _sampling(body, prompts.chat, _UNBOUNDED)
+    tokens = None
+    if prompts.encodes:
+        encode = prompts.encode_continued if body.continue_final_message else prompts.encode_chat
+        tokens = encode(messages, tools, body.control_tokens)
+    elif body.continue_final_message:
+        raise Refused(
+            "an episode cannot go on from half an answer: the last message must be one that the model answers"
+        )
+    thoughts = thoughts and prompts.chat.thinks
+    ask = Ask(
+        id, messages=messages, prompt_tokens=tokens, tools=tools, sampling=sampling, retry=retry, thoughts=thoughts
+    )
     return AnswerOrder(
         id,
         body.model,
@@ -127,6 +145,18 @@ def read_completion(body: CompletionBody, prompts: PromptReader, retry: bool = F
         token_ids=body.return_token_ids,
         echo=body.echo,
     )
+
+
+@contextmanager
+def renamed(names: Mapping[str, str]) -> Iterator[None]:
+    """Refusals of a chat's fields, told by the names that another dialect has for them."""
+    try:
+        yield
+    except Refused as refused:
+        head, rest = re.match(r"(\w*)(.*)", str(refused), re.DOTALL).groups()  # type: ignore[union-attr]
+        if head not in names:
+            raise
+        raise Refused(names[head] + rest, refused.status, param=names[head], code=refused.code) from None
 
 
 def _usage(body: AnswerBody) -> bool:

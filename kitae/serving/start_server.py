@@ -17,11 +17,11 @@ from kitae.kernels.allocation import gc_frozen
 from kitae.models.config import ModelConfig
 from kitae.models.load import check_model, find_model, load_policy
 from kitae.models.policy import Policy
+from kitae.serving.answers import AnswerRenderer
 from kitae.serving.app import check_key, make_app, model_routes
 from kitae.serving.engine_model import EngineModel
 from kitae.serving.handlers import ChatHandlers, RewardHandlers, reward_routes
 from kitae.serving.refusals import AdmissionControl
-from kitae.serving.responses import AnswerRenderer
 from kitae.serving.running_server import run_server
 from kitae.serving.server_metrics import Counters
 from kitae.serving.server_settings import ServerSettings

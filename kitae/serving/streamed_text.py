@@ -64,12 +64,12 @@ class GrowingAnswer:
         tools: Sequence[Tool] = (),
         early: bool = True,
     ) -> None:
-        """early: see `streams_early`."""
+        """early: whether what comes first is certain to be content, see `streams_early`."""
         self._token_text, self._stops, self._tools = token_text, tuple(stops), tuple(tools)
         self._decoded = DecodedText(chat, token_text)
         self._sent = ""
         self._searched = 0  # no stop string begins before
-        self._sure = early or not tools  # what comes next is certain to be content
+        self._sure = early  # what comes next is certain to be content
 
     def add(self, tokens: Sequence[int]) -> str:
         if not self._sure:

@@ -5,6 +5,7 @@ The episode ends when the program does, and the verifier judges the last answer.
 
     OPENAI_BASE_URL, OPENAI_API_KEY   where the policy answers; most clients read these
     OPENAI_MODEL                      a model name; any other is accepted too
+    ANTHROPIC_BASE_URL, …_API_KEY, …_MODEL   the same for Anthropic's clients
     KITAE_EPISODE_URL                 GET it + "/prompt"; POST it + "/claim" and "/reward", where the recipe allows it
     standard input                    the prompt as JSON: id, question, messages, context
     {question}, {base_url}, {model}   replaced in the words of the command
@@ -45,13 +46,13 @@ from kitae.envs.config import program_variables, read_params
 from kitae.envs.episode_processes import EpisodeProcesses, EpisodeProcessLost
 from kitae.errors import ConfigError, KitaeWarning
 from kitae.section import Section
+from kitae.serving.answers import AnswerRenderer
 from kitae.serving.app import chat_routes, make_app, name_routes
 from kitae.serving.base import Model
 from kitae.serving.handlers import AnswerPolicy, ChatHandlers
 from kitae.serving.http_bodies import endpoint, json_response, read_body
 from kitae.serving.refusals import AdmissionControl, Refused
 from kitae.serving.request_bodies import RequestBody
-from kitae.serving.responses import AnswerRenderer
 from kitae.serving.running_server import serving
 from kitae.serving.server_metrics import Counters
 from kitae.serving.streamed_text import streams_early
@@ -62,7 +63,9 @@ _HOST = "127.0.0.1"
 _NAME = "policy"
 _MOST_REQUESTS = 10_000  # in flight, for all episodes together; each has limits of its own
 _FOREVER = 1e9  # seconds; the episode has its own time limit
-_HINTS = ("reasoning_effort", "verbosity")  # request fields without effect, as the run decides how to sample
+_HINTS = (
+    *("reasoning_effort", "verbosity", "reasoning", "text.verbosity", "thinking", "output_config.effort"),
+)  # request fields without effect, as the run decides how to sample
 _EPISODES = "/episodes/{token}"
 
 
@@ -206,7 +209,11 @@ class CommandWorld:
         renderer = AnswerRenderer(_NAME, chat, TokenText(chat.tokenizer), streams_early(chat.tokenizer))
         answer_policy = AnswerPolicy(tries=1, answer_anyway=True, any_name=True, ignored=_HINTS)
         handlers = ChatHandlers(
-            lambda request: self._find(request).model, renderer, admission, answer_policy=answer_policy
+            lambda request: self._find(request).model,
+            renderer,
+            admission,
+            answer_policy=answer_policy,
+            owner=self._find,
         )
         own = [
             Route("/prompt", endpoint(self._prompt, counters), methods=["GET"]),
@@ -340,6 +347,9 @@ class CommandAgent:
             "OPENAI_BASE_URL": base,
             "OPENAI_API_KEY": self.token,
             "OPENAI_MODEL": _NAME,
+            "ANTHROPIC_BASE_URL": url,
+            "ANTHROPIC_API_KEY": self.token,
+            "ANTHROPIC_MODEL": _NAME,
             "KITAE_EPISODE_URL": url,
         }
         return {

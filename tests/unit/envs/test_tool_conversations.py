@@ -15,10 +15,11 @@ from kitae.envs.base import EpisodeLimits, Outcome
 from kitae.envs.rollouts import Episodes
 from kitae.envs.tools.base import ToolEpisode, describe
 from kitae.envs.tools.calculator import Calculator
+from kitae.serving.answers import AnswerRenderer
+from kitae.serving.chat_answers import ResponseBuilder
 from kitae.serving.prompt_reader import PromptReader
 from kitae.serving.request_bodies import ChatBody
 from kitae.serving.requests import read_chat
-from kitae.serving.responses import AnswerRenderer, ResponseBuilder
 from kitae.serving.token_text import TokenText
 from kitae.types import Message, Prompt, Score, ToolCall
 

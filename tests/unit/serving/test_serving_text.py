@@ -16,10 +16,11 @@ from transformers import PreTrainedTokenizerFast
 from kitae.data.chat import Chat
 from kitae.data.tool_calls import template_of
 from kitae.engines.base import Sampled, SamplingParams
+from kitae.serving.answers import Choice
 from kitae.serving.base import Answer, Ask
+from kitae.serving.chat_answers import ResponseBuilder, StreamBuilder
 from kitae.serving.refusals import Refused
 from kitae.serving.requests import AnswerOrder
-from kitae.serving.responses import Choice, ResponseBuilder, StreamBuilder
 from kitae.serving.streamed_text import DecodedText, GrowingAnswer
 from kitae.serving.token_text import TokenText
 from kitae.types import Message

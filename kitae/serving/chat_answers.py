@@ -9,57 +9,53 @@ the temperature of the request, before top-k, top-p and min-p.
 """
 
 import codecs
-import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from kitae.data.chat import Chat
 from kitae.engines.base import Sampled
+from kitae.serving.answers import (
+    AnswerRenderer,
+    Asking,
+    Choice,
+    Json,
+    Teller,
+    arguments_of,
+    tokens_told,
+    version_of,
+)
 from kitae.serving.base import Answer
-from kitae.serving.requests import AnswerOrder
-from kitae.serving.streamed_text import GrowingAnswer
+from kitae.serving.prompt_reader import PromptReader
+from kitae.serving.refusals import Refused
+from kitae.serving.request_bodies import ChatBody, CompletionBody
+from kitae.serving.requests import AnswerOrder, read_chat, read_completion
 from kitae.serving.text_scoring import ScoredText
 from kitae.serving.token_text import TokenText
 from kitae.types import ToolCall, Turn
 
-Json = dict[str, Any]
-
 _LOWEST = -9999.0  # what OpenAI's API writes for a log-prob that JSON has no number for
 
 
-@dataclass(frozen=True, slots=True)
-class AnswerRenderer:
-    """Turns tokens into text for a client: `AnswerRenderer("smollm2-135m", chat, TokenText(tokenizer), early=True)`.
-
-    name: the name of the model, as clients know it. early: see `kitae.serving.streamed_text.streams_early`.
-    """
-
-    name: str
-    chat: Chat
-    token_text: TokenText
-    early: bool
+def speak_chat(body: Json, prompts: PromptReader, asking: Asking) -> Teller:
+    return ResponseBuilder(read_chat(ChatBody.read(body), prompts, asking.retry), asking.renderer)
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """One answer of an order, with the log-probs of its prompt and its tokens where the client wants them."""
-
-    index: int
-    answer: Answer
-    scored: ScoredText | None = None
+def speak_text(body: Json, prompts: PromptReader, asking: Asking) -> Teller:
+    return ResponseBuilder(read_completion(CompletionBody.read(body), prompts, asking.retry), asking.renderer)
 
 
 class ResponseBuilder:
     """Builds the JSON of the answers of one order."""
+
+    ends = b"data: [DONE]\n\n"
 
     def __init__(self, order: AnswerOrder, renderer: AnswerRenderer) -> None:
         self.order, self.renderer = order, renderer
         self._created = int(time.time())
 
     def whole(self, choices: Sequence[Choice]) -> Json:
-        version = max((_version(c.answer) for c in choices), default=-1)
+        version = max((version_of(c.answer) for c in choices), default=-1)
         body = self._head(version, pieces=False) | {
             "choices": [self._choice(c) for c in choices],
             "usage": self.usage([c.answer for c in choices]),
@@ -79,15 +75,22 @@ class ResponseBuilder:
         unknown = {"usage": None} if self.order.usage else {}
         return self._head(version, pieces=True) | {"choices": [choice]} | unknown
 
-    def last(self, answers: Sequence[Answer]) -> Json:
-        """The event with the number of tokens used."""
-        version = max((_version(a) for a in answers), default=-1)
-        return self._head(version, pieces=True) | {"choices": [], "usage": self.usage(answers)}
+    def stream(self, index: int) -> "StreamBuilder":
+        return StreamBuilder(self, index)
+
+    def last(self, answers: Sequence[Answer]) -> list[Json]:
+        """The event with the number of tokens used, where the client wants it."""
+        version = max((version_of(a) for a in answers), default=-1)
+        told = self._head(version, pieces=True) | {"choices": [], "usage": self.usage(answers)}
+        return [told] if self.order.usage else []
+
+    def failed(self, refused: Refused) -> Json:
+        return refused.as_json()
 
     def pieces_of(self, choice: Choice) -> list[Json]:
         """A whole answer as events, for orders of which nothing can be sent before the end."""
         whole = self._choice(choice)
-        finish, version = whole.pop("finish_reason"), _version(choice.answer)
+        finish, version = whole.pop("finish_reason"), version_of(choice.answer)
         if self.order.kind == "text":
             return [self.piece(whole | {"finish_reason": finish}, version)]
         message = whole.pop("message")
@@ -114,16 +117,13 @@ class ResponseBuilder:
         else:
             told = self._chat_logprobs(answer, choice.scored) if self.order.logprobs else None
             said = {"message": self.message(answer.turn), "logprobs": told}
-        return {"index": index, **said, "finish_reason": finish_of(answer), **self.extras(answer)}
+        extras = self.extras(answer) | ({"unmet": choice.unmet} if choice.unmet else {})
+        return {"index": index, **said, "finish_reason": finish_of(answer), **extras}
 
     def extras(self, answer: Answer) -> Json:
-        found: Json = {"version": _version(answer)}
-        if answer.turn.problem:
-            found["problem"] = answer.turn.problem
-        if self.order.token_ids:
-            found |= {"token_ids": list(answer.sampled.tokens), "versions": list(answer.sampled.versions)}
-            if self.order.kind == "text":
-                found["prompt_token_ids"] = list(answer.prompt_tokens)
+        found = tokens_told(self.order, answer)
+        if self.order.kind == "chat":
+            found.pop("prompt_token_ids", None)  # one for all choices, beside them
         return found
 
     def message(self, turn: Turn) -> Json:
@@ -214,11 +214,8 @@ class StreamBuilder:
 
     def __init__(self, builder: ResponseBuilder, index: int) -> None:
         self._builder, self._index = builder, index
-        order, renderer = builder.order, builder.renderer
-        ask = order.asks[index]
-        self._growing = GrowingAnswer(
-            renderer.chat, renderer.token_text, ask.sampling.stop_strings, ask.tools, renderer.early
-        )
+        renderer = builder.renderer
+        self._growing = renderer.growing(builder.order, index)
         self._offsets = Offsets(renderer.token_text)
         self._pending = Sampled()  # tokens that came and are in no event yet
         self._first = True
@@ -232,7 +229,7 @@ class StreamBuilder:
 
     def end(self, answer: Answer) -> list[Json]:
         builder, turn = self._builder, answer.turn
-        self._version = _version(answer)
+        self._version = version_of(answer)
         if builder.order.kind == "text":
             said = self._said(self._growing.end(turn.text))
         else:
@@ -285,12 +282,8 @@ def finish_of(answer: Answer) -> str:
 
 
 def _call(call: ToolCall) -> Json:
-    named = {"name": call.name, "arguments": json.dumps(dict(call.arguments), ensure_ascii=False)}
+    named = {"name": call.name, "arguments": arguments_of(call)}
     return {"id": call.id, "type": "function", "function": named}
-
-
-def _version(answer: Answer) -> int:
-    return answer.sampled.versions[-1] if answer.sampled.versions else -1
 
 
 def _finite(logprob: float) -> float:
