@@ -34,7 +34,7 @@ from kitae.config.recipe import make_config, read_recipe, with_settings
 from kitae.config.root import RLConfig, Root, StageConfig, reinforcement
 from kitae.data.examples import held_out_examples
 from kitae.errors import ConfigError, KitaeError
-from kitae.models.config import ModelConfig
+from kitae.models.config import WHOLE, ModelConfig
 from kitae.models.load import find_model
 from kitae.offline.answer_selection import Selection
 from kitae.offline.methods import shape_of
@@ -140,7 +140,8 @@ class ChainPlan:
 
     def config(self, stage: ChainStage) -> Root:
         """The settings of a stage, with what comes from those before it."""
-        links: Values = {"model": {"path": stage.sampler or self.model_before(stage) or self.first_model}}
+        before = stage.sampler or self.model_before(stage)
+        links: Values = {"model": {"path": before, "adapter": ""} if before else {"path": self.first_model}}
         if stage.order is None:
             links["run"] = {"name": stage.label, "dir": str(self.folder)}
         if (sampled := self.sampled_before(stage)) is not None:
@@ -150,7 +151,7 @@ class ChainPlan:
     def evaluation(self, model: str) -> RLConfig:
         """What a model of the chain is measured by."""
         assert self.yardstick is not None
-        given = make_config(self.yardstick, (), {"model": {"path": model, "lora_rank": 0}})
+        given = make_config(self.yardstick, (), {"model": {**WHOLE, "path": model}})
         config = reinforcement(given, "the evaluation of a chain")
         if config.eval.prompts == 0:
             raise ConfigError("eval.prompts must be at least 1 for an evaluation, got 0")

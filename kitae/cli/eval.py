@@ -121,6 +121,7 @@ def suites() -> None:
 def _config(wanted: Wanted, target: str) -> RLConfig | None:
     """The settings of a run or recipe; None: the target is a model."""
     from kitae.evaluation.targets import is_model
+    from kitae.models.config import WHOLE
     from kitae.models.load import trained_model
     from kitae.store.run_folder import is_run, read_config
 
@@ -132,7 +133,11 @@ def _config(wanted: Wanted, target: str) -> RLConfig | None:
         config = read_config(folder)
         if not isinstance(config, RLConfig):  # it learnt from examples, so it has no task
             return None
-        trained = [f"model.path={trained_model(folder)}", "model.lora_rank=0"] if wanted.model is None else other
+        trained = (
+            [f"model.path={trained_model(folder)}", *(f"model.{key}={value}" for key, value in WHOLE.items())]
+            if wanted.model is None
+            else other
+        )
         return override_config(config, [*trained, *wanted.overrides])
     if is_model(target):
         return None
@@ -173,7 +178,7 @@ def _entrant(wanted: Wanted, target: str, config: RLConfig | None, base: RLConfi
     folder = find_run(Path(target))
     if config is None:
         path = wanted.model or target
-        return Entrant(path, base.model.model_copy(update={"path": path, "lora_rank": 0}))
+        return Entrant(path, base.model.at(path))
     return Entrant(folder.resolve().name if is_run(folder) and not wanted.model else config.model.path, config.model)
 
 

@@ -24,6 +24,7 @@ from kitae.section import Section, Table
 R = TypeVar("R", bound=Root)
 
 _NONE: Mapping[str, Any] = MappingProxyType({})
+_LISTED = 8  # names in a message
 _FILES = ("path", "mix")  # sources beside which a file of held-out rows may stay
 
 
@@ -289,9 +290,8 @@ def _unknown_keys(path: str, values: Any, kind: type[Section], settings: Mapping
         if key in tables:
             yield from _unknown_keys(f"{path}.{key}", value, tables[key], settings)
         elif key not in kind.model_fields:
-            valid = ", ".join(f"{path}.{k}" for k in settings[path])
             known = _of_other_kinds(path, key) or hint(f"{path}.{key}", settings)
-            yield f"unknown key {path}.{key}{known or f'; valid are {valid}'}"
+            yield f"unknown key {path}.{key}{known or _some([f'{path}.{k}' for k in settings[path]])}"
 
 
 def _unknown_section(section: str, values: Any, settings: Mapping[str, list[str]]) -> Iterable[str]:
@@ -299,7 +299,7 @@ def _unknown_section(section: str, values: Any, settings: Mapping[str, list[str]
     if other := _of_other_kinds(section):
         yield f"unknown section {section!r}{other}"
         return
-    valid = f"; valid are {', '.join(settings)}"
+    valid = _some(list(settings))
     foreign = [f"unknown key {path}{found}" for path in _leaves(section, values) if (found := hint(path, settings))]
     if not isinstance(values, Mapping):
         yield f"unknown section {section!r}{hint(section, settings) or valid}"
@@ -307,6 +307,12 @@ def _unknown_section(section: str, values: Any, settings: Mapping[str, list[str]
         yield f"unknown section {section!r}{near}"
     else:
         yield from foreign or [f"unknown section {section!r}{valid}"]
+
+
+def _some(names: list[str]) -> str:
+    """The first names of many, and where all of them are."""
+    more = f" and {len(names) - _LISTED} more, see docs/configuration.md" if len(names) > _LISTED else ""
+    return f"; valid are {', '.join(names[:_LISTED])}{more}"
 
 
 def _of_other_kinds(section: str, key: str | None = None) -> str:

@@ -1,10 +1,14 @@
 """Settings of the model."""
 
-from typing import Literal
+from typing import Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
+from kitae.models.adapter_folder import with_adapter
 from kitae.section import Section
+
+WHOLE: dict[str, Any] = {"adapter": "", "lora_rank": 0}
+"""Settings of a model that has no adapters."""
 
 
 class ModelConfig(Section):
@@ -34,3 +38,18 @@ class ModelConfig(Section):
     lora_rank: int = Field(0, ge=0, description="0 trains all weights; more trains LoRA adapters of this rank.")
     lora_alpha: float = Field(32.0, gt=0, description="LoRA scale numerator.")
     lora_targets: str = Field("all-linear", description="all-linear, or names of modules separated by commas.")
+    adapter: str = Field(
+        "",
+        description="A folder of peft whose adapters training goes on from; it says rank, alpha and targets. "
+        "model.path may name it too, if it says its base.",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_adapter(cls, values: Any) -> Any:
+        return with_adapter(values)
+
+    def at(self, path: str) -> Self:
+        """The same settings for another model: a whole one, or adapters of a folder."""
+        own = {key: value for key, value in self.model_dump().items() if not key.startswith(("lora_", "adapter"))}
+        return type(self)(**{**own, "path": path})

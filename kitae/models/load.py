@@ -13,7 +13,9 @@ from types import MethodType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kitae.errors import ModelError
+from kitae.models.adapter_folder import is_adapter
 from kitae.models.config import ModelConfig
+from kitae.models.foreign_folder import newest_checkpoint, shards_name, shards_of, write_joined
 from kitae.models.quiet import quiet_transformers, reading
 from kitae.paths import cache_dir
 from kitae.store.run_folder import is_run
@@ -45,6 +47,13 @@ def find_model(path: str, *, download: bool = True) -> Path | None:
         return trained_model(folder)
     if (folder / "config.json").is_file():
         return folder
+    if is_adapter(path):
+        raise ModelError(f"{path!r} has adapters, and no model: merge them with: kitae export {path} OUTPUT")
+    if (last := newest_checkpoint(folder)) is not None:
+        return last
+    if (shards := shards_of(folder)) is not None:
+        name = shards_name(shards)
+        return _cached(name, partial(write_joined, shards)) if download else _cached_or_none(name)
     if folder.exists():
         raise ModelError(f"model.path {path!r} is not a model folder: it has no config.json")
     if folder.parent.is_dir() and len(folder.parts) > 1:

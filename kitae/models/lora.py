@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from kitae.errors import ModelError
 from kitae.models.config import ModelConfig
+from kitae.models.quiet import reading
 from kitae.models.routing import is_router
 
 if TYPE_CHECKING:
@@ -25,14 +26,18 @@ def add_lora(model: Any, config: ModelConfig) -> Any:
     """
     peft = import_peft()
     mixture = any(map(is_router, model.modules()))
-    _check_targets(model, config.lora_targets, mixture)
-    lora = peft.LoraConfig(
-        r=config.lora_rank,
-        lora_alpha=config.lora_alpha,
-        target_modules=_layers(model, config.lora_targets) if mixture else _targets(config.lora_targets),
-        task_type="CAUSAL_LM",
-        bias="none",
-    )
+    if config.adapter:
+        lora = peft.LoraConfig.from_pretrained(Path(config.adapter).expanduser())
+        lora.lora_dropout, lora.inference_mode = 0.0, False
+    else:
+        _check_targets(model, config.lora_targets, mixture)
+        lora = peft.LoraConfig(
+            r=config.lora_rank,
+            lora_alpha=config.lora_alpha,
+            target_modules=_layers(model, config.lora_targets) if mixture else _targets(config.lora_targets),
+            task_type="CAUSAL_LM",
+            bias="none",
+        )
     try:
         with warnings.catch_warnings(), _of_no_kind(model.config) if mixture else nullcontext():
             warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated")  # peft still asks for it
@@ -40,7 +45,25 @@ def add_lora(model: Any, config: ModelConfig) -> Any:
     except ValueError as error:
         raise ModelError(f"model.lora_targets {config.lora_targets!r}: {error}") from error
     _check_adapted(adapted, config.lora_targets)
+    if config.adapter:
+        _load_factors(peft, adapted, config.adapter)
     return adapted
+
+
+def _load_factors(peft: Any, adapted: Any, folder: str) -> None:
+    """Give the adapters the factors that a folder has, all of them."""
+    if hasattr(adapted.get_base_model().get_output_embeddings(), "lora_A"):
+        raise ModelError(f"adapter {folder} must leave the head out: log-probs are computed from its weight alone")
+    with reading("adapters", Path(folder)):
+        state = peft.load_peft_weights(str(Path(folder).expanduser()), device="cpu")
+        own = {name.replace(".default.", ".") for name, _ in adapted.named_parameters() if "lora_" in name}
+        if state.keys() != own:
+            odd = sorted(state.keys() ^ own)
+            raise ModelError(
+                f"adapter {folder} must have the factors of the layers that it adapts, got {len(state)} for "
+                f"{len(own)}; the first that differs: {odd[0]}"
+            )
+        peft.set_peft_model_state_dict(adapted, state)
 
 
 def _check_targets(model: Any, given: str, mixture: bool) -> None:
@@ -160,11 +183,14 @@ def merged_state(policy: "Policy") -> "dict[str, Tensor]":
 
     For a sharded policy, tensors are whole on the writing rank; see `kitae.models.whole`.
     """
-    state = _whole_state(policy.base)
-    if policy.model is policy.base:
-        return state
+    return state_with_adapters(policy.base)
+
+
+def state_with_adapters(base: Any) -> "dict[str, Tensor]":
+    """The same of a model of transformers, whose layers may be adapted."""
+    state = _whole_state(base)
     merged: dict[str, Tensor] = {}
-    for name, module in policy.base.named_modules():
+    for name, module in base.named_modules():
         if hasattr(module, "get_delta_weight"):
             weight = state[f"{name}.base_layer.weight"]
             delta = sum(_delta(state, name, adapter, module) for adapter in module.active_adapters)

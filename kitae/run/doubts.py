@@ -2,13 +2,16 @@
 
 from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
 
 from kitae.config.root import RLConfig, Root
 from kitae.data.chat import Chat
 from kitae.data.prompt_stream import PromptStream
 from kitae.errors import DataError, RequestError
+from kitae.models.adapter_folder import drops_out
 from kitae.models.config import ModelConfig
 from kitae.models.facts import ModelFacts
+from kitae.models.foreign_folder import left_beside, newest_checkpoint, shards_of
 
 _HIGHEST_LR = 0.01  # ten times what the largest adapters take
 _TRIED = 64  # prompts that are measured
@@ -27,6 +30,20 @@ def doubts(config: Root) -> Iterator[str]:
             f"model.lora_alpha = {config.model.lora_alpha:g} has no effect: model.lora_rank is 0, so all weights are "
             "trained"
         )
+
+
+def doubts_of_start(model: ModelConfig, folder: Path) -> Iterator[str]:
+    """About a model that another trainer left: what of its folders is taken. folder: the model's own."""
+    given = Path(model.path).expanduser()
+    if (last := newest_checkpoint(given)) == folder:
+        yield f"{model.path} is the output of a Trainer: its last checkpoint {folder.name} is taken"
+    elif (shards := shards_of(given)) is not None:
+        yield f"{shards} has shards of verl: they were put together in {folder}"
+    for place in {last or shards_of(given) or given, Path(model.adapter or given).expanduser()}:
+        if text := left_beside(place):
+            yield text
+    if drops_out(model.adapter):
+        yield f"adapter {model.adapter} was trained with dropout, which is left out here: sampling has none"
 
 
 def doubts_of_prompts(config: RLConfig, prompts: PromptStream) -> Iterator[str]:

@@ -35,6 +35,18 @@ def model_card(run: RunView, folder: Path) -> str:
     return "\n".join(part for part in parts if part)
 
 
+def merge_card(name: str, sources: list[str], weights: str | None, base: str, density: float | None) -> str:
+    """Of one model that was made of others."""
+    how = f"TIES on `{base}`, density {density:g}" if density is not None else "the mean of their weights"
+    listed = "".join(f"- `{source}`\n" for source in sources)
+    whole = how if len(sources) > 1 else "its adapters merged into its base"
+    shares = f", weights {weights}" if weights else ""
+    return (
+        f"---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags: [kitae, merge]\n---\n\n# {name}\n\n"
+        f"Made with Kitae {kitae.__version__}: {whole}{shares}.\n\n{listed}"
+    )
+
+
 def _scores(run: RunView) -> str:
     rows = [(row["step"], row["avg"], row.get("prompts")) for row in run.evaluations]
     rewards = {row["step"]: row.get("reward") for row in run.steps}

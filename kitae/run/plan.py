@@ -28,7 +28,7 @@ from kitae.models.load import check_adapters, check_mixture, check_model, find_m
 from kitae.observe.trackers import check_installed
 from kitae.offline.example_batches import ExampleBatches, opened
 from kitae.offline.methods import shape_of
-from kitae.run.doubts import doubts, doubts_of_prompts
+from kitae.run.doubts import doubts, doubts_of_prompts, doubts_of_start
 from kitae.store.run_folder import is_run
 from kitae.trainer.start_trainer import served_teacher
 from kitae.trainer.teacher.frozen_teacher import check_teacher
@@ -113,6 +113,8 @@ def fetch_model(config: Root, note: Note) -> Path:
     _check_structure(config)
     if is_run(Path(config.model.path).expanduser()):
         note(f"{config.model.path} is a run: its trained model {folder} is taken")
+    for text in doubts_of_start(config.model, folder):
+        note(text)
     return folder
 
 

@@ -217,5 +217,6 @@ def model_files(config: Root) -> dict[str, str]:
     paths = [config.model.path]
     if isinstance(config, DistilFileConfig) or (isinstance(config, DistilConfig) and config.method.teacher.path):
         paths.append(config.method.teacher.path)
-    found = (find_model(path, download=False) for path in paths)
+    found = [find_model(path, download=False) for path in paths]
+    found += [Path(config.model.adapter).expanduser()] if config.model.adapter else []
     return fingerprint_files({folder.resolve() for folder in found if folder is not None})

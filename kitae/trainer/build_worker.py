@@ -6,6 +6,7 @@ from kitae.algorithms.config import AlgorithmConfig
 from kitae.algorithms.group_stages import GroupStages
 from kitae.algorithms.loss import PolicyLoss
 from kitae.config.root import DistilConfig, RLConfig
+from kitae.models.config import WHOLE
 from kitae.models.load import load_policy
 from kitae.models.policy import Policy
 from kitae.models.router_terms import RouterCoefficients
@@ -37,7 +38,7 @@ def make_critic(config: RLConfig) -> ScalarModel | None:
     """A critic, if the algorithm reads values."""
     if not GroupStages(config.algorithm, config.sampling.max_tokens).wants_values:
         return None
-    plain = config.model.model_copy(update={"lora_rank": 0, "exact": False})
+    plain = config.model.model_copy(update={**WHOLE, "exact": False})
     return ScalarModel(load_policy(plain, config.run.seed))
 
 

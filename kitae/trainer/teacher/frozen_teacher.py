@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kitae.algorithms.distillation import generalised_jsd
 from kitae.errors import ModelError
-from kitae.models.config import ModelConfig
+from kitae.models.config import WHOLE, ModelConfig
 from kitae.models.load import check_model, load_policy, load_tokenizer, pick_device
 from kitae.models.logprobs import Head
 from kitae.models.policy import Policy
@@ -133,7 +133,7 @@ def check_teacher(model: ModelConfig, path: str, device: str = "") -> None:
 def beside(model: ModelConfig, path: str, device: str = "") -> ModelConfig:
     """A teacher's settings: the student's, without adapters; device: the teacher's own, if it has one."""
     return model.model_copy(
-        update={"path": path, "lora_rank": 0, "exact": False, "device": device or model.device},
+        update={"path": path, **WHOLE, "exact": False, "device": device or model.device},
     )
 
 
