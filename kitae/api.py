@@ -20,8 +20,7 @@ from kitae.errors import ConfigError
 from kitae.evaluation.measure import Evaluation
 from kitae.evaluation.run_suites import evaluate_on, evaluate_own
 from kitae.evaluation.targets import asked_suites, is_model, suite_names, without_recipe
-from kitae.models.config import WHOLE
-from kitae.models.load import trained_model
+from kitae.models.load import trained_model, trained_settings
 from kitae.observe.observer import Audience, Observer, Silent, audience_of
 from kitae.observe.shown import Shown
 from kitae.offline.answer_selection import Keep, Selection
@@ -346,7 +345,7 @@ def _target_values(target: Recipe | Result, model: str | Path | None, *, alone: 
     chosen: dict[str, Any] = {"path": str(model)} if model is not None else {}
     target = target.folder if isinstance(target, Result) else target
     if isinstance(target, str | Path) and is_run(folder := find_run(Path(target))):
-        chosen = chosen or {**WHOLE, "path": str(trained_model(folder))}
+        chosen = chosen or trained_settings(folder)
         target = read_config(folder)
         if alone and not isinstance(target, RLConfig):
             target = str(chosen["path"])

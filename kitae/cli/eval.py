@@ -121,8 +121,7 @@ def suites() -> None:
 def _config(wanted: Wanted, target: str) -> RLConfig | None:
     """The settings of a run or recipe; None: the target is a model."""
     from kitae.evaluation.targets import is_model
-    from kitae.models.config import WHOLE
-    from kitae.models.load import trained_model
+    from kitae.models.load import trained_settings
     from kitae.store.run_folder import is_run, read_config
 
     if len(wanted.targets) > 1 and (wanted.model or any(o.startswith("model.path") for o in wanted.overrides)):
@@ -133,11 +132,8 @@ def _config(wanted: Wanted, target: str) -> RLConfig | None:
         config = read_config(folder)
         if not isinstance(config, RLConfig):  # it learnt from examples, so it has no task
             return None
-        trained = (
-            [f"model.path={trained_model(folder)}", *(f"model.{key}={value}" for key, value in WHOLE.items())]
-            if wanted.model is None
-            else other
-        )
+        own = [f"model.{key}={value}" for key, value in trained_settings(folder).items()]
+        trained = own if wanted.model is None else other
         return override_config(config, [*trained, *wanted.overrides])
     if is_model(target):
         return None

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from kitae.errors import ModelError
 from kitae.models.adapter_folder import is_adapter
-from kitae.models.config import ModelConfig
+from kitae.models.config import WHOLE, ModelConfig
 from kitae.models.foreign_folder import newest_checkpoint, shards_name, shards_of, write_joined
 from kitae.models.quiet import quiet_transformers, reading
 from kitae.paths import cache_dir
@@ -70,6 +70,11 @@ def trained_model(run: Path) -> Path:
     if not (run / "model" / "config.json").is_file():
         raise ModelError(f"{run} is a run without a trained model yet; finish it with: kitae resume {run}")
     return run / "model"
+
+
+def trained_settings(run: Path) -> dict[str, Any]:
+    """The settings of the model that a run has exported: it has no adapters any more."""
+    return {**WHOLE, "path": str(trained_model(run))}
 
 
 def _from_hub(hub_id: str, download: bool) -> Path | None:
