@@ -208,6 +208,8 @@ class Segment:
     `Segment("model", tokens=(42, 7, 2), logprobs=(-0.1, -0.7, -0.01), versions=(3, 3, 3))`
     Tokens of an environment (tool output, observations) have log-prob 0 and version -1 and are never trained on.
     reward: the reward that the environment gave for this turn of the model; None: it gave none.
+    state, potential: the name of the state in which the model took this turn, and that state's potential, where the
+    environment gives them.
     experts: the experts that the engine chose in this turn of the model, where they are recorded. They are those of the
     positions that the engine computed in this turn, and it does not compute the position of the last token. A turn of
     3 tokens after a prompt of 4 tokens has the experts of positions 0 to 5; after 5 tokens of the environment, a second
@@ -220,6 +222,8 @@ class Segment:
     versions: Sequence[int]
     reward: float | None = None
     experts: ExpertArray | None = field(default=None, compare=False, repr=False)
+    state: str = ""
+    potential: float = 0.0
 
     @staticmethod
     def observed(tokens: Sequence[int]) -> "Segment":
@@ -252,10 +256,12 @@ class Chain:
     """One context as it grew: the prompt, then segments of the model and of the environment.
 
     `Chain(prompt_tokens=(1, 5, 9), segments=(Segment("model", …),))`
+    role: who speaks in it, in an episode with several roles.
     """
 
     prompt_tokens: tuple[int, ...]
     segments: tuple[Segment, ...]
+    role: str = ""
 
     @property
     def tokens(self) -> tuple[int, ...]:

@@ -33,6 +33,7 @@ Rewards = Annotated[
     tuple[str, ...], Field(description="The components of a score that are rewards of their own; none: all of them.")
 ]
 RewardWeights = Annotated[tuple[float, ...], Field(description="The weight of each of `rewards`; none: 1 each.")]
+Decay = Annotated[float, Field(ge=0, lt=1, description="Share of the moving mean that a reward leaves as it is.")]
 RewardCoef = Annotated[float, Field(ge=0, description="Weight of the reward beside the reverse KL.")]
 
 
@@ -42,7 +43,8 @@ class GroupRewards:
 
     rewards are shaped (S1) and, where the KL penalty is part of the reward, less the penalty of the whole response;
     scores are raw; lengths count loss tokens. greedy: the reward of the greedy response, where a function needs it.
-    components: the parts of each score by name, NaN where a response has none of that name.
+    components: the parts of each score by name, NaN where a response has none of that name. moving: the moving mean of
+    the rewards of this role before these, where a function reads it.
     """
 
     rewards_G: FloatArray
@@ -50,13 +52,15 @@ class GroupRewards:
     lengths_G: IntArray
     greedy: float | None = None
     components: Mapping[str, FloatArray] = field(default_factory=dict)
+    moving: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceRewards:
-    """The loss tokens of one sample: `SequenceRewards(rewards_T=[0, 0, 1], values_T=[.5, .6, .8])`.
+    """The loss tokens of one sample: `SequenceRewards(rewards_T=[0, 0, 1], values_T=[.5, .6, .8])`; or its turns, for a
+    function on turns, with their potentials.
 
-    The last token has the reward of the response; a KL penalty is spread over all. greedy: the reward of the greedy
+    The last token of each turn has the turn's reward; a KL penalty is spread over all. greedy: the reward of the greedy
     response to the same prompt. bootstrap: the value after the last token, 0 where the episode is over. Log-probs of
     π_old are there where a function needs the reference or the teacher, beside those of what it needs.
     """
@@ -68,6 +72,7 @@ class SequenceRewards:
     logp_old_T: FloatArray | None = None
     logp_ref_T: FloatArray | None = None
     logp_teacher_T: FloatArray | None = None
+    potentials_T: FloatArray | None = None
 
 
 def _a_weight_for_each(s: Mapping[str, Any]) -> Iterator[str]:
@@ -182,6 +187,20 @@ def pass_at_k(group: GroupRewards, *, k: K = 4, correct_above: CorrectAbove = 0.
     return np.where(correct_G, (1 - mean) / deviation, (with_wrong - mean) / deviation).astype(np.float32)  # type: ignore[no-any-return]
 
 
+@has(Trait.MOVING)
+def role_mean(group: GroupRewards, *, decay: Decay = 0.95) -> FloatArray:
+    """R − moving mean of the rewards of the same role, taken before R itself moves it."""
+    return narrow(group.rewards_G - moving_means(group.moving, group.rewards_G, decay)[:-1])
+
+
+def moving_means(mean: float, rewards_G: FloatArray, decay: float) -> Wide:
+    """The mean before each reward, and after the last: b ← decay × b + (1 − decay) × R."""
+    found = [mean]
+    for value in rewards_G.tolist():
+        found.append(decay * found[-1] + (1 - decay) * value)
+    return np.array(found)
+
+
 # On the tokens of one sequence.
 
 
@@ -236,6 +255,7 @@ ADVANTAGES: Mapping[str, Callable[..., FloatArray]] = {
     "best-margin": best_margin,
     "each-zscore": each_zscore,
     "pass-at-k": pass_at_k,
+    "role-mean": role_mean,
     "returns": returns,
     "greedy": greedy,
     "gae": gae,

@@ -202,11 +202,18 @@ class AlgorithmConfig(Section):
                 f"{self.aggregation.name!r}: it would count the one ratio of a response once for each of its tokens"
             )
         yield from self._correction_contradictions()
-        if self.advantage.whiten in ("samples", "scale", "successes") and Trait.TOKENS in advantage:
+        finer = "token" if Trait.TOKENS in advantage else "turn" if Trait.TURNS in advantage else ""
+        if self.advantage.whiten in ("samples", "scale", "successes") and finer:
             yield (
                 f"algorithm.advantage.whiten {self.advantage.whiten!r} needs one advantage per sample, but advantage "
-                f"{self.advantage.name!r} gives one per token: use 'tokens'"
+                f"{self.advantage.name!r} gives one per {finer}: use 'tokens'"
             )
+        for key, traits in (("ratio", ratio), ("gate", gate)):
+            if Trait.TURNS in advantage and Trait.SHARED in traits:
+                yield (
+                    f"algorithm.{key} must judge tokens, as {'token' if key == 'ratio' else 'clip'!r} does, with "
+                    f"advantage {self.advantage.name!r}, got {self.choice(key).name!r}, which mixes turns"
+                )
         if Trait.POSITIVE in advantage and (bias := self.shaping.setting("bias") or 0) < 0:
             yield (f"algorithm.shaping.bias must not be negative with advantage {self.advantage.name!r}, got {bias:g}")
         if Trait.POSITIVE in advantage and self.shaping.norm != "none":
@@ -307,7 +314,7 @@ def _idle(
     if Trait.RATIOLESS in traits["gate"]:
         yield "ratio", all_of("ratio"), "gates that read a ratio, which 'likelihood' and 'divergence' do not"
     if Trait.VALUES not in traits["advantage"] and not own:
-        yield "critic", all_of("critic"), "advantage 'gae', or one of your own that needs values"
+        yield "critic", all_of("critic"), "advantages 'gae' and 'turn-gae', or one of your own that needs values"
     if not tables["kl"].get("coef"):
         yield "kl", all_of("kl", "coef"), "kl.coef above 0"
     elif not tables["kl"].get("target"):

@@ -181,7 +181,7 @@ def asymmetric(
     return -weight_N.masked_fill(r_N < reject_below, 0.0) * advantage_N * tokens.logp_N
 
 
-@has(Trait.SINGLE)
+@has(Trait.SINGLE | Trait.SHARED)
 def geometric_clip(
     ratio_N: Tensor, tokens: TokenBatch, *, clip_low: ClipLow = 0.2, clip_high: ClipHigh = 0.2
 ) -> Tensor:

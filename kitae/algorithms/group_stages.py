@@ -14,14 +14,15 @@ from typing import Any
 
 import numpy as np
 
-from kitae.algorithms.advantages import GroupRewards, SequenceRewards, whiten
+from kitae.algorithms.advantages import GroupRewards, SequenceRewards, moving_means, whiten
 from kitae.algorithms.config import AlgorithmConfig
 from kitae.algorithms.functions import Functions, numbers
 from kitae.algorithms.requirements import Trait
 from kitae.algorithms.reward_shaping import Moments, StepRewards
+from kitae.algorithms.turn_advantages import GroupTurns, Turns
 from kitae.data.packing import NO_RECORD
 from kitae.errors import VerifierError
-from kitae.types import BoolArray, Chain, ExpertArray, FloatArray, Group, Rollout, Sample, spliced
+from kitae.types import BoolArray, Chain, ExpertArray, FloatArray, Group, IntArray, Rollout, Sample, spliced
 
 _LARGEST = float(np.finfo(np.float32).max)
 
@@ -33,7 +34,7 @@ class Candidate:
     `Candidate((Sample(…),), score=1.0, reward=0.8, baseline=None, kept=True)`
     score: raw; reward: shaped; baseline: the shaped reward of the greedy response, where one was made; kept: whether it
     is trained on, or only counts in the statistics of its group. components: the parts of the score. Columns are those
-    of the loss tokens of all chains.
+    of the loss tokens of all chains. turns: those of all chains; none stands for a single one.
     """
 
     samples: tuple[Sample, ...]
@@ -42,6 +43,7 @@ class Candidate:
     baseline: float | None
     kept: bool
     components: Mapping[str, float] = field(default_factory=dict)
+    turns: Turns = field(default_factory=Turns)
 
     @property
     def group(self) -> int:
@@ -65,13 +67,14 @@ class Candidate:
 
 
 class GroupStages:
-    """`GroupStages(config, max_tokens=64)`; `reward_moments` is all that moves from step to step."""
+    """`GroupStages(config, max_tokens=64)`; `reward_moments` and `moving` are all that moves from step to step."""
 
     def __init__(self, config: AlgorithmConfig, max_tokens: int) -> None:
         self.config = config
         self.max_tokens = max_tokens
         self._functions = Functions(config, max_tokens)
         self.reward_moments = Moments()
+        self.moving = 0.0
 
     # What the functions ask of the rest of a run.
 
@@ -82,6 +85,10 @@ class GroupStages:
     @property
     def wants_values(self) -> bool:
         return Trait.VALUES in self._functions.traits
+
+    @property
+    def wants_moving(self) -> bool:
+        return Trait.MOVING in self._functions.traits
 
     @property
     def wants_reference(self) -> bool:
@@ -136,7 +143,8 @@ class GroupStages:
             samples = tuple(replace(s, experts=experts_of(chain)) for s, chain in pairs)
         trained = kept and any(s.mask_T.any() for s in samples)
         assert rollout.score is not None
-        return Candidate(samples, _value(rollout), reward, baseline, trained, rollout.score.components)
+        turns = Turns.of(rollout.chains)
+        return Candidate(samples, _value(rollout), reward, baseline, trained, rollout.score.components, turns)
 
     def advantages(self, candidates: Sequence[Candidate], kl_coef: float = 0.0) -> list[Candidate]:
         """S3: those that are kept, with their advantages, and returns where there is a critic.
@@ -149,7 +157,7 @@ class GroupStages:
         else:
             found = self._group_advantages(candidates, kl_coef)
         if self.wants_values:
-            kept = [c.with_column("return", found[c.group, c.index] + c.column("value")) for c in kept]
+            kept = [c.with_column("return", found[c.group, c.index] + self._values(c)) for c in kept]
         white = whiten(
             [found[c.group, c.index] for c in kept],
             self.config.advantage.whiten,
@@ -211,6 +219,7 @@ class GroupStages:
         for c in candidates:
             groups.setdefault(c.group, []).append(c)
         found = {}
+        traits = self._functions.of("advantage")
         for members in groups.values():
             rewards = [c.reward - (float(_penalty(c, kl_coef).sum()) if self.kl_in_reward else 0.0) for c in members]
             group = GroupRewards(
@@ -219,28 +228,51 @@ class GroupStages:
                 lengths_G=np.array([c.loss_tokens for c in members], dtype=np.int64),
                 greedy=members[0].baseline,
                 components=_components(members),
+                moving=self.moving,
             )
-            advantages_G = numbers("advantage", self._functions.one("advantage")(group), len(members))
-            for c, a in zip(members, advantages_G, strict=True):
-                found[c.group, c.index] = np.full(c.loss_tokens, a, dtype=np.float32)
+            if Trait.TURNS in traits:
+                turns = GroupTurns.of([_turns_of(c, _penalties(c, kl_coef, self.kl_in_reward)) for c in members], group)
+                advantages_M = self._advantage(turns, len(turns.rewards_M))
+                each = [advantages_M[places] for places in turns.of_each_sample()]
+            else:
+                each = list(self._advantage(group, len(members))[:, None])
+            for c, own in zip(members, each, strict=True):
+                found[c.group, c.index] = _spread(c, own)
+            if Trait.MOVING in traits:
+                decay = self.config.advantage.setting("decay")
+                self.moving = float(moving_means(self.moving, group.rewards_G, decay)[-1])
         return found
 
+    def _advantage(self, given: GroupRewards | GroupTurns | SequenceRewards, count: int) -> FloatArray:
+        return numbers("advantage", self._functions.one("advantage")(given), count)
+
     def _token_advantages(self, c: Candidate, kl_coef: float) -> FloatArray:
-        rewards_N = np.zeros(c.loss_tokens, dtype=np.float32)
-        if len(rewards_N):
-            rewards_N[-1] = c.reward
-        if self.kl_in_reward:
-            rewards_N = rewards_N - _penalty(c, kl_coef)
-        wants = self._functions.of("advantage")
+        wants, penalty_N = self._functions.of("advantage"), _penalties(c, kl_coef, self.kl_in_reward)
+        if Trait.TURNS in wants:
+            turns = _turns_of(c, penalty_N)
+            values_T = self._values(c)[_starts(turns)] if self.wants_values else None
+            rewards_T = turns.rewards_for(c.reward - float(penalty_N.sum())).astype(np.float32)
+            potentials_T = np.array(turns.potentials, dtype=np.float32)
+            by_turns = SequenceRewards(rewards_T, values_T, c.baseline, potentials_T=potentials_T)
+            return _spread(c, self._advantage(by_turns, len(turns.lengths)))
+        turns, rewards_N = _turns_of(c), np.zeros(c.loss_tokens, dtype=np.float32)
+        rewards_N[np.cumsum(turns.lengths, dtype=np.int64) - 1] = turns.rewards_for(c.reward)
         sequence = SequenceRewards(
-            rewards_N,
+            rewards_N - penalty_N,
             c.column("value") if self.wants_values else None,
             c.baseline,
             logp_old_T=c.column("logp_old") if (Trait.REFERENCE | Trait.TEACHER) & wants else None,
             logp_ref_T=c.column("logp_ref") if Trait.REFERENCE in wants else None,
             logp_teacher_T=c.column("logp_teacher") if Trait.TEACHER in wants else None,
         )
-        return numbers("advantage", self._functions.one("advantage")(sequence), c.loss_tokens)
+        return self._advantage(sequence, c.loss_tokens)
+
+    def _values(self, c: Candidate) -> FloatArray:
+        """The critic's value of each token; where advantages are of turns, that before the turn's first token."""
+        values_N = c.column("value")
+        return (
+            _spread(c, values_N[_starts(_turns_of(c))]) if Trait.TURNS in self._functions.of("advantage") else values_N
+        )
 
     # S7, on what one optimizer step trains on.
 
@@ -263,10 +295,10 @@ class GroupStages:
         )
 
     def state(self) -> dict[str, Any]:
-        return {"reward_moments": asdict(self.reward_moments)}
+        return {"reward_moments": asdict(self.reward_moments), "moving": self.moving}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        self.reward_moments = Moments(**state["reward_moments"])
+        self.reward_moments, self.moving = Moments(**state["reward_moments"]), state["moving"]
 
 
 def replace_samples(candidates: Iterable[Candidate], samples: Iterable[Sample]) -> list[Candidate]:
@@ -279,6 +311,30 @@ def _components(members: Sequence[Candidate]) -> dict[str, FloatArray]:
     """The components of the scores of a group, NaN where a response has none of that name."""
     names = sorted({name for c in members for name in c.components})
     return {n: np.array([c.components.get(n, np.nan) for c in members], dtype=np.float32) for n in names}
+
+
+def _turns_of(c: Candidate, penalty_N: FloatArray | None = None) -> Turns:
+    """The turns of a candidate, one at least where it said something; their rewards are less the penalty of theirs."""
+    turns = c.turns if c.turns.lengths or not c.loss_tokens else Turns((c.loss_tokens,), (0.0,), (0,), (0.0,))
+    if penalty_N is None or not penalty_N.any():
+        return turns
+    lost = np.add.reduceat(penalty_N, _starts(turns)).tolist()
+    return replace(turns, rewards=tuple(r - x for r, x in zip(turns.rewards, lost, strict=True)))
+
+
+def _starts(turns: Turns) -> IntArray:
+    """The place of each turn's first token among the loss tokens."""
+    return np.cumsum((0, *turns.lengths), dtype=np.int64)[: len(turns.lengths)]
+
+
+def _spread(c: Candidate, each: FloatArray) -> FloatArray:
+    """One number for all loss tokens, or one for each turn, as one for each loss token."""
+    lengths = (c.loss_tokens,) if len(each) == 1 else c.turns.lengths
+    return np.repeat(each, lengths).astype(np.float32) if len(each) else np.zeros(0, dtype=np.float32)
+
+
+def _penalties(c: Candidate, kl_coef: float, in_reward: bool) -> FloatArray:
+    return _penalty(c, kl_coef) if in_reward else np.zeros(c.loss_tokens, dtype=np.float32)
 
 
 def _penalty(c: Candidate, kl_coef: float) -> FloatArray:

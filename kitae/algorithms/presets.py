@@ -362,6 +362,39 @@ PRESETS: Mapping[str, Preset] = {
         "With one update per batch r is 1 and nothing is held: it needs several.",
         {"gate": {"name": "kl-cov", "cov_share": 2e-3}},
     ),
+    "turn-ppo": Preset(
+        "PPO over turns, with the critic's value before each turn",
+        "after Turn-PPO, arXiv 2512.17008; ArCHer, arXiv 2402.19446",
+        f"A_k = δ_k + γ λ A_{{k+1}}, δ_k = r_k + γ V_{{k+1}} − V_k over turns, whitened over all tokens; {_CLIP}; "
+        "critic: all tokens of a turn predict A_k + V_k; mean over tokens, then over episodes",
+        "A mean over all tokens would count long episodes more. The KL of a turn's tokens is part of its reward.",
+        {**_kl_in_reward(0.001), **_SEQ, "advantage": {"name": "turn-gae", "whiten": "tokens"}},
+    ),
+    "gigpo": Preset(
+        "Group-in-group policy optimisation: episodes compared, and turns from equal states",
+        "GiGPO, arXiv 2505.10978",
+        "A = A_episode + ω A_step; A_episode as in GRPO; A_step = z-score of G_k = Σ_{j ≥ k} γ^{j − k} r_j among the "
+        f"group's turns from an equal state; {_CLIP}; mean over tokens, then over episodes",
+        "A state that was met once has A_step 0, not its return. Where nothing is met twice this is GRPO: name states "
+        "(Observation.state) where what is said differs and the state does not.",
+        {**_SEQ, "advantage": "gigpo"},
+    ),
+    "mt-grpo": Preset(
+        "Multi-turn GRPO: a turn's own reward beside that of the outcome",
+        "Reinforcing multi-turn reasoning, arXiv 2505.11821",
+        "A_k = z(outcome) + c z(r_k among the group's k-th turns), the last turn z(outcome) alone; outcome: the reward "
+        f"of the last turn; {_CLIP}; mean over tokens, then over episodes",
+        "The paper has two turns; here it holds for each turn but the last. Rewards of later turns but the last do not "
+        "reach back: that is what returns do.",
+        {**_SEQ, "advantage": "mt-grpo"},
+    ),
+    "rae": Preset(
+        "Self-play: rewards less the moving mean of their role",
+        "SPIRAL, arXiv 2506.24119",
+        f"A = R − b_role, b_role ← 0.95 b_role + 0.05 R after it; {_CLIP}; mean over tokens, then over responses",
+        "The mean is taken before R moves it. It is part of a checkpoint, and begins at 0. Groups need not have peers.",
+        {**_SEQ, "advantage": "role-mean"},
+    ),
     "distil": Preset(
         "On-policy distillation: the reverse KL to a teacher as advantage",
         "MiniLLM, arXiv 2306.08543; as the only signal: Qwen3, arXiv 2505.09388",

@@ -17,7 +17,7 @@ def token(log_ratio_N: Tensor, tokens: TokenBatch) -> Tensor:
     return bounded_exp(log_ratio_N)
 
 
-@has(Trait.SEQUENCE | Trait.MEAN)
+@has(Trait.SEQUENCE | Trait.MEAN | Trait.SHARED)
 def sequence_mean(log_ratio_N: Tensor, tokens: TokenBatch) -> Tensor:
     """s_i = exp of the mean log-ratio of the sequence; the gradient goes through the mean."""
     return bounded_exp(tokens.means(log_ratio_N))
@@ -29,7 +29,7 @@ def sequence_mean_token(log_ratio_N: Tensor, tokens: TokenBatch) -> Tensor:
     return sequence_mean(log_ratio_N.detach(), tokens) * (log_ratio_N - log_ratio_N.detach()).exp()
 
 
-@has(Trait.SEQUENCE)
+@has(Trait.SEQUENCE | Trait.SHARED)
 def sequence_product(log_ratio_N: Tensor, tokens: TokenBatch) -> Tensor:
     """Π_t r_t of the whole sequence. Grows with the length: 1.001 to the power of 8,192 is 3,600."""
     return bounded_exp(tokens.sums(log_ratio_N))

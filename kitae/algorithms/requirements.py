@@ -32,6 +32,8 @@ class Trait(Flag):
     TEACHER = auto()  # log-probs of a teacher
     DIVERGENCE = auto()  # how far policy and teacher are apart at each token, over the whole vocabulary
     TOKENS = auto()  # an advantage on the token level: it gets one sequence, not a group
+    TURNS = auto()  # an advantage on the turn level: one number for each turn of a sequence, or of a group
+    MOVING = auto()  # the moving mean of the rewards of a role
     COVARIANCE = auto()  # the rank of each token by covariance
 
     PEERS = auto()  # compares samples of one prompt with each other
@@ -39,6 +41,7 @@ class Trait(Flag):
     POSITIVE = auto()  # an advantage for rewards that are not negative
     SEQUENCE = auto()  # a ratio that is one number for the whole sequence
     MEAN = auto()  # of which the logarithm is a mean over its tokens
+    SHARED = auto()  # a ratio or gate whose gradient is one for all tokens of a sequence
     BAND = auto()  # a gate that keeps the ratio between 1 - clip_low and 1 + clip_high
     SLOPE = auto()  # a gate whose gradient goes through the ratio
     SINGLE = auto()  # a gate that judges single tokens
@@ -58,12 +61,13 @@ NEEDS = {
     "teacher": Trait.TEACHER,
     "divergence": Trait.DIVERGENCE,
     "tokens": Trait.TOKENS,
+    "turns": Trait.TURNS,
     "covariance": Trait.COVARIANCE,
     "group": Trait.PEERS,
 }
 """What `needs` takes: values of a critic; the reward of the greedy response; log-probs of the reference policy;
-log-probs of a teacher; the divergence from a teacher; one sequence in place of a group; the rank of each token by
-covariance; at least two samples of each prompt."""
+log-probs of a teacher; the divergence from a teacher; one sequence in place of a group; the turns of a group, or with
+"tokens" those of one sequence; the rank of each token by covariance; at least two samples of each prompt."""
 
 
 def needs(*names: str) -> Callable[[F], F]:

@@ -25,6 +25,7 @@ from kitae.algorithms.ratios import RATIOS
 from kitae.algorithms.regularisers import REGULARISERS
 from kitae.algorithms.requirements import Trait, rule_of, traits_of
 from kitae.algorithms.reward_shaping import SHAPINGS
+from kitae.algorithms.turn_advantages import TURN_ADVANTAGES
 from kitae.errors import ConfigError
 from kitae.plugins import is_plugin, load_function, nearest
 from kitae.section import Table, is_number
@@ -269,7 +270,8 @@ class Stage:
 _LIST = (
     Stage("shaping", "S1", "raw scores → rewards", ("step",), "rewards_B", SHAPINGS, ShapingConfig),
     Stage("filter", "S2", "which samples are trained on", ("scores_G",), "keep_G", FILTERS, FilterConfig, True),
-    Stage("advantage", "S3", "what a reward is compared with", ("group",), "advantages_G", ADVANTAGES, AdvantageConfig),
+    Stage("advantage", "S3", "what a reward is compared with", ("group",), "advantages_G",
+          {**ADVANTAGES, **TURN_ADVANTAGES}, AdvantageConfig),
     Stage("ratio", "S4", "level of the importance ratio", ("log_ratio_N", "tokens"), "ratio_N", RATIOS, RatioConfig),
     Stage("gate", "S5", "how the ratio is kept in bounds", ("ratio_N", "tokens"), "loss_N", GATES, GateConfig),
     Stage("correction", "S6", "weight for the engine–trainer gap", ("tokens",), "weight_N", CORRECTIONS,

@@ -220,6 +220,7 @@ def _panel(one: _One, advantages: "_Advantages") -> "RenderableType":
         "failed" if failed else "not judged" if sample.value is None else f"reward {sample.value:g}",
         *([] if advantage is None else [f"advantage {advantage:+.2f}"]),
         *([f"{sample.turns} turns"] if sample.turns > 1 else []),
+        *([f"rewards of turns {', '.join(f'{x:g}' for x in sample.rewards)}"] if len(sample.rewards) > 1 else []),
         f"{sample.length} tokens",
         "cut off" if sample.finish == "length" else sample.finish,
     ]
@@ -270,7 +271,8 @@ class _Advantages:
             stages = GroupStages(self._config.algorithm, self._config.sampling.max_tokens)
         except KitaeError:  # a stage of the user's own that is not here any more
             return {}
-        if stages.wants_values or stages.wants_old or self._config.algorithm.shaping.norm == "running":
+        moves = stages.wants_values or stages.wants_old or stages.wants_moving
+        if moves or self._config.algorithm.shaping.norm == "running":
             return {}
         by_fate: dict[str, list[Group]] = {"trained": [], "dropped": []}
         for group, _, fate, _ in self._journal.groups(step):

@@ -124,6 +124,7 @@ class RLConfig(Root):
 
     def contradictions(self) -> Iterator[str]:
         yield from rules.groups(self.algorithm, self.training)
+        yield from rules.turns(self.algorithm, self.env)
         yield from rules.sizes(self.algorithm, self.training, self.sampling)
         yield from rules.plain(self.model, self.engine)
         yield from rules.exact(self.model, self.engine)

@@ -37,6 +37,12 @@ def groups(a: AlgorithmConfig, t: TrainingConfig) -> Iterator[str]:
         )
 
 
+def turns(a: AlgorithmConfig, env: EnvConfig) -> Iterator[str]:
+    if Trait.TURNS in a.traits("advantage") and (env.name == "single" or env.turns == 1):
+        got = "'single'" if env.name == "single" else f"{env.name!r} with env.turns = 1"
+        yield f"algorithm.advantage {a.advantage.name!r} is for environments with several turns, got env.name = {got}"
+
+
 def sizes(a: AlgorithmConfig, t: TrainingConfig, sampling: SamplingConfig) -> Iterator[str]:
     if a.critic.warmup is not None and a.critic.warmup >= t.steps:
         yield (

@@ -10,7 +10,7 @@ from itertools import count
 from kitae.data.chat import Chat
 from kitae.engines.base import Request, Sampled, SamplingParams, stream_seed
 from kitae.envs.base import Agent, Outcome
-from kitae.envs.conversations import Conversations, Position
+from kitae.envs.conversations import AgentConversation, Conversations, Position
 from kitae.envs.episode_context import (
     OWN_ERRORS,
     EpisodeContext,
@@ -57,6 +57,7 @@ class AgentEpisode(RunningEpisode):
         self._numbers: defaultdict[Context, set[int]] = defaultdict(set)  # those in flight included
         self._asked = 0  # requests in flight
         self._turns = 0
+        self._places = list[tuple[AgentConversation, int]]()  # of the turns, in the order of their ends
         self._fatal: BaseException | None = None  # an error that ends the run, raised while answering
         self._cut = False  # whether a limit of the episode was reached
         self._transcript: tuple[Message, ...] = ()
@@ -103,7 +104,10 @@ class AgentEpisode(RunningEpisode):
             self._deadline = None
         if not isinstance(outcome, Outcome):
             raise Failure(f"run must return an Outcome, got {type(outcome).__name__}")
-        return replace(outcome, reward=read_reward(outcome.reward))
+        turns = {number: read_reward(reward) or 0.0 for number, reward in outcome.turns.items()}
+        if wrong := [number for number in turns if number not in range(self._turns)]:
+            raise Failure(f"a reward must be of one of the {self._turns} turns, counted from 0, got turn {wrong[0]!r}")
+        return replace(outcome, reward=read_reward(outcome.reward), turns=turns)
 
     # Requests of the agent.
 
@@ -193,6 +197,7 @@ class AgentEpisode(RunningEpisode):
                 del self._pending[context]
         answer = Answer(context, Sampled(segment.tokens, segment.logprobs, segment.versions), finish, turn)
         self._latest[context] = answer
+        self._places.append((conversation, len(conversation.segments) - 1))
         self._turns += 1
         self._finish = finish
         self._transcript = conversation.messages
@@ -255,8 +260,11 @@ class AgentEpisode(RunningEpisode):
     def _complete(self) -> Rollout:
         outcome = self._outcome
         score = None
-        if outcome.reward is not None or self._on.verifier is None:
-            value = outcome.reward or 0.0
+        for number, reward in outcome.turns.items():
+            conversation, place = self._places[number]
+            conversation.segments[place] = replace(conversation.segments[place], reward=reward)
+        if outcome.reward is not None or outcome.turns or self._on.verifier is None:
+            value = (outcome.reward or 0.0) + sum(outcome.turns.values())
             score = with_note(Score(value, {"environment": value}, detail=shortened(outcome.detail)), self.complaint)
         return self._ended("complete", score)
 

@@ -1,6 +1,7 @@
 """The environment seam: what the model talks to during one episode, and how far it may go; the simplest episode."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Protocol, Self, runtime_checkable
 
 from kitae.serving.base import Model
@@ -12,10 +13,13 @@ class Opening:
     """What the model reads first: `Opening((Message("user", "What is 17 * 23?"),), tools=(…,))`.
 
     tools: those that the chat template describes to the model, and whose calls are read from its turns.
+    state, potential: as in `Observation`.
     """
 
     messages: tuple[Message, ...]
     tools: tuple[Tool, ...] = ()
+    state: str = ""
+    potential: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,12 +30,18 @@ class Observation:
     is done are displayed and passed to the verifier, but no model reads them.
     reward: the reward of the turn before; None: the environment gives none.
     error: why the episode cannot go on, through no fault of the model. It then has no reward at all, not even 0.
+    state: the name of the state that the model is in now, such as "key, room 3": turns of a group that begin in states
+    of one name are compared with each other by some advantages. "": what the model has just read is the state.
+    potential: how good that state is, as you guess; advantages by turn add γ × the next potential − this one to a
+    reward, which changes no best policy.
     """
 
     messages: tuple[Message, ...] = ()
     done: bool = False
     reward: float | None = None
     error: str | None = None
+    state: str = ""
+    potential: float = 0.0
 
 
 class Environment(Protocol):
@@ -50,7 +60,10 @@ class Environment(Protocol):
     **Rewards.** If the environment gave a reward to any turn, the score is the sum of its rewards, and the verifier is
     not called. If it gave none, the verifier judges the last turn; in a run without a verifier the score is then 0. So
     an environment either gives rewards or leaves that to the verifier. One that gives a reward only at the end should
-    be used without a verifier, which would otherwise judge the episodes that were cut off.
+    be used without a verifier, which would otherwise judge the episodes that were cut off. An environment with an
+    attribute `judged = True` does both: the verifier judges the last turn in any case, and the score is its verdict and
+    the rewards of the turns together. Advantages by turn read the reward of each turn; what is left of the score stands
+    at the last.
     """
 
     async def start(self) -> Opening: ...
@@ -60,10 +73,15 @@ class Environment(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How an agent's episode ended: `Outcome(1.0)`. reward None: the verifier judges the last answer."""
+    """How an agent's episode ended: `Outcome(1.0)`. reward None: the verifier judges the last answer.
+
+    turns: rewards of single answers, which are added to it, by their number: the first answer that was complete is 0.
+    If only turns have rewards, their sum is the score.
+    """
 
     reward: float | None = None
     detail: str = ""
+    turns: Mapping[int, float] = field(default_factory=dict)
 
 
 @runtime_checkable

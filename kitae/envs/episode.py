@@ -25,6 +25,7 @@ from kitae.envs.episode_context import (
     is_episode_error,
     read_messages,
     read_reward,
+    read_state,
     read_tools,
     shortened,
     with_note,
@@ -68,6 +69,7 @@ class Episode(RunningEpisode):
         self._segments: list[Segment] = []
         self._finish: FinishReason = "suspended"  # until the model has ended a turn
         self._tools: tuple[Tool, ...] = ()
+        self._state: tuple[str, float] = ("", 0.0)  # its name and its potential
         self._turns: list[Turn] = []
         self._lazy_text: LazyText | None = None  # the last turn's text, if it was left in a file
         self._transcript = list(record.transcript or prompt.messages) if record else []
@@ -86,6 +88,7 @@ class Episode(RunningEpisode):
         if not isinstance(answer, Opening):
             raise Failure(f"start must return an Opening, got {type(answer).__name__}")
         self._tools = read_tools(answer.tools)
+        self._state = read_state(answer)
         if self._record is None:
             messages = answer.messages
             if messages is not self._prompt.messages:
@@ -107,7 +110,7 @@ class Episode(RunningEpisode):
             raise Suspended
         if self._recorded:
             self._recorded.popleft()
-        self._segments.append(turn)
+        self._segments.append(turn if turn.state else replace(turn, state=self._state[0], potential=self._state[1]))
         self._finish = ended
         if ended == "suspended":
             raise Suspended
@@ -180,6 +183,7 @@ class Episode(RunningEpisode):
             raise Failure(f"step must return an Observation, got {type(answer).__name__}")
         if answer.error is not None:
             raise Failure(shortened(str(answer.error)))
+        self._state = read_state(answer)
         if self._recorded:
             return self._replay_step(answer)
         messages = read_messages("step", answer.messages)
@@ -272,7 +276,7 @@ class Episode(RunningEpisode):
     def _complete(self) -> Rollout:
         rewards = [s.reward for s in self._segments if s.reward is not None]
         score = None
-        if rewards or self._on.verifier is None:
+        if (rewards and not getattr(self._environment, "judged", False)) or self._on.verifier is None:
             total = sum(rewards)
             score = with_note(Score(total, {"environment": total}), self.complaint)
         return self._ended("complete", score)

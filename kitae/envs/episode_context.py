@@ -1,6 +1,7 @@
 """What episodes of a run share: the engine, limits, and the checks of what environments return."""
 
 import asyncio
+import hashlib
 import json
 import math
 from abc import ABC, abstractmethod
@@ -279,6 +280,15 @@ def read_reward(found: object) -> float | None:
     if not abs(reward) <= _LARGEST_REWARD:
         raise Failure(f"a reward must be a finite number or None, got {shortened(repr(found))}")
     return reward
+
+
+def read_state(found: Opening | Observation) -> tuple[str, float]:
+    """Name and potential of a state, checked so that they can be journalled."""
+    if not isinstance(found.state, str):
+        raise Failure(f"a state must be text, got {shortened(repr(found.state))}")
+    long = len(found.state) > _LONGEST_REASON
+    name = hashlib.sha256(found.state.encode(errors="backslashreplace")).hexdigest() if long else found.state
+    return name, read_reward(found.potential) or 0.0
 
 
 def described(error: BaseException) -> str:

@@ -17,7 +17,7 @@ from kitae.envs.episode_context import EpisodeContext, GroupVerifier, ResponseVe
 from kitae.errors import root_cause
 from kitae.models.facts import ModelFacts
 from kitae.store.journal import Journal
-from kitae.types import GREEDY, Group, LazyText, Message, Prompt, Rollout
+from kitae.types import GREEDY, Group, LazyText, Message, Prompt, Rollout, Score
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,7 @@ class Episodes(EpisodeContext):
         for i, score in zip(shown, scores, strict=True):
             if _is_settled(found[i]):
                 continue
-            found[i] = replace(found[i], score=with_note(score, complaints[i]))
+            found[i] = replace(found[i], score=with_note(with_turns(score, found[i]), complaints[i]))
             if journal:
                 with self.waiting("the journal", found[i].id):
                     await journal.update_score(found[i])
@@ -176,6 +176,15 @@ def _last_turn(rollout: Rollout) -> str | LazyText:
     """What the verifier judges: the model's last turn."""
     said = [m for m in rollout.transcript if m.role == "assistant"]
     return said[-1].content if said else rollout.text
+
+
+def with_turns(score: Score, rollout: Rollout) -> Score:
+    """A verdict and the rewards that the environment gave for turns, together."""
+    rewards = [s.reward for s in rollout.segments if s.reward is not None]
+    if not rewards or not score.valid:
+        return score
+    total = sum(rewards)
+    return replace(score, value=score.value + total, components={**score.components, "environment": total})
 
 
 def _is_settled(rollout: Rollout) -> bool:

@@ -55,7 +55,7 @@ from kitae.store.journal_rows import (
     versions_of,
 )
 from kitae.store.sealed import seal
-from kitae.types import GREEDY, Chain, Group, Prompt, Rollout, Segment
+from kitae.types import GREEDY, Group, Prompt, Rollout, Segment
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, seal BLOB NOT NULL, value TEXT NOT NULL);
@@ -341,7 +341,7 @@ class Journal:
                 return s
             return replace(s, tokens=tuple(s.tokens), logprobs=tuple(s.logprobs), versions=tuple(s.versions))
 
-        return replace(r, chains=tuple(Chain(c.prompt_tokens, tuple(map(own, c.segments))) for c in r.chains))
+        return replace(r, chains=tuple(replace(c, segments=tuple(map(own, c.segments))) for c in r.chains))
 
     async def _write(self, statements: list[Statement], lasting: bool = False) -> None:
         assert self._writer is not None, "this journal is open for reading only"

@@ -38,18 +38,22 @@ def verdict(r: Rollout) -> tuple[float | None, str, str, str]:
 
 
 def _shapes(r: Rollout) -> list[Any]:
-    """`[[3, [["model", 5, 0.5], ["environment", 2], ["model", 4]]]]`: for each chain, the length of its prompt, and its
-    segments, with their rewards where there are any."""
-    return [[len(chain.prompt_tokens), [shape_of(s) for s in chain.segments]] for chain in r.chains]
+    """`[[3, [["model", 5, 0.5], ["environment", 2], ["model", 4]], "white"]]`: for each chain, the length of its
+    prompt, its segments, with their rewards where there are any, and its role if it has one."""
+    return [
+        [len(chain.prompt_tokens), [shape_of(s) for s in chain.segments], *([chain.role] if chain.role else [])]
+        for chain in r.chains
+    ]
 
 
 def shape_of(s: Segment) -> list[Any]:
     """`["model", 512, null, [[3, 512]], [["engine-0-5f3c9a1e", 6148, …]]]` where its columns lie in files: the runs of
-    its versions, and where."""
-    reward = [] if s.reward is None else [s.reward]
+    its versions, and where. The third is the reward, or reward, state and potential where the environment names one."""
+    named = s.state or s.potential
+    told: Any = [s.reward, s.state, s.potential] if named else s.reward
     if not isinstance(s.tokens, LazyColumn):
-        return [s.source, len(s.tokens), *reward]
-    return [s.source, len(s.tokens), s.reward, Runs.of(s.versions).runs, record_of(s.tokens.stretches)]
+        return [s.source, len(s.tokens), *([] if told is None else [told])]
+    return [s.source, len(s.tokens), told, Runs.of(s.versions).runs, record_of(s.tokens.stretches)]
 
 
 def arrays_of(segments: Sequence[Segment]) -> tuple[bytes, bytes, bytes]:
@@ -80,9 +84,9 @@ def rollout_of_row(row: tuple[Any, ...], files: ColumnFiles) -> Rollout:
     values = _Values(tokens, logprobs, versions, experts, files)
     chains = []
     read = 0
-    for prompt, segments in json.loads(shapes):
+    for prompt, segments, *role in json.loads(shapes):
         own = tuple(all_prompts[read : read + prompt])
-        chains.append(Chain(own, tuple(values.segment(*shape) for shape in segments)))
+        chains.append(Chain(own, tuple(values.segment(*shape) for shape in segments), *role))
         read += prompt
     if not text and status == "complete":
         text = _only_text([s for chain in chains for s in chain.segments]) or ""
@@ -100,18 +104,17 @@ class _Values:
         self._files = files
         self._start = self._number = 0
 
-    def segment(
-        self, source: Any, length: int, reward: float | None = None, runs: Any = (), record: Any = None
-    ) -> Segment:
+    def segment(self, source: Any, length: int, told: Any = None, runs: Any = (), record: Any = None) -> Segment:
         """The next one, by its shape."""
         experts = self._experts.get(str(self._number))
+        reward, *named = told if isinstance(told, list) else [told]
         self._number += 1
         if record is not None:
-            return Segment(source, *self._files.lazy(stretches_of(record)), Runs(runs), reward, experts)
+            return Segment(source, *self._files.lazy(stretches_of(record)), Runs(runs), reward, experts, *named)
         part = slice(self._start, self._start + length)
         self._start += length
         tokens, logprobs, versions = (tuple(column[part]) for column in self._columns)
-        return Segment(source, tokens, logprobs, versions, reward, experts)
+        return Segment(source, tokens, logprobs, versions, reward, experts, *named)
 
 
 def _only_text(segments: Sequence[Segment]) -> StoredText | None:
@@ -130,7 +133,7 @@ def messages_of_text(text: str) -> tuple[Message, ...]:
 def versions_of(chains: str, blob: bytes) -> set[int]:
     """All that a row has."""
     found = set(np.unique(np.frombuffer(blob, dtype=np.int32)).tolist())
-    for _, segments in json.loads(chains):
+    for _, segments, *_ in json.loads(chains):
         found |= {version for shape in segments if len(shape) > _IN_FILES for version, _ in shape[3]}
     return found
 
@@ -151,7 +154,7 @@ def extended(r: Rollout, more: Segment, finish: FinishReason) -> Rollout:
         versions=joined(last.versions, more.versions),
         experts=last.experts if more.experts is None else more.experts,
     )
-    return replace(r, chains=(*chains, Chain(chain.prompt_tokens, (*segments, grown))), finish=finish)
+    return replace(r, chains=(*chains, replace(chain, segments=(*segments, grown))), finish=finish)
 
 
 def problem_of(r: Rollout) -> str:
@@ -166,7 +169,7 @@ def problem_of(r: Rollout) -> str:
 
 def filed_text(chains: str, files: ColumnFiles) -> str:
     """What a rollout said whose row has no text; nothing where it cannot be read: whoever opens it gets the reason."""
-    shapes = [shape for _, segments in json.loads(chains) for shape in segments]
+    shapes = [shape for _, segments, *_ in json.loads(chains) for shape in segments]
     found = _only_text(
         [_Values(b"", b"", b"", b"", files).segment(*shape) for shape in shapes if len(shape) > _IN_FILES]
     )
@@ -190,4 +193,4 @@ def _in_files(chains: str) -> list[Any]:
     """The shapes of segments that lie there."""
     if '], [["' not in chains:  # between versions and places: most rows need not be parsed
         return []
-    return [shape for _, segments in json.loads(chains) for shape in segments if len(shape) > _IN_FILES]
+    return [shape for _, segments, *_ in json.loads(chains) for shape in segments if len(shape) > _IN_FILES]

@@ -292,7 +292,7 @@ def _brief(row: tuple[Any, ...]) -> Brief:
 
 def model_length(chains: str) -> int:
     """The number of tokens that the model sampled, from the shape of a rollout in the journal."""
-    return sum(length for _, segments in json.loads(chains) for source, length, *_ in segments if source == "model")
+    return sum(length for _, segments, *_ in json.loads(chains) for source, length, *_ in segments if source == "model")
 
 
 def question(messages: str) -> str:

@@ -27,6 +27,7 @@ import shutil
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, Self
 from urllib.parse import urlsplit
@@ -76,7 +77,10 @@ _BARE = (
 
 
 class _RewardBody(RequestBody):
+    """The reward of the episode, which ends it, or of one of its turns."""
+
     reward: float
+    turn: int | None = None
     detail: str = ""
     token: str = ""
 
@@ -240,6 +244,8 @@ class CommandWorld:
         agent = self._find(request)
         body = _RewardBody.read(await read_body(request))
         agent.check_token(body.token)
+        if body.turn is not None:
+            return json_response({"ended": False, "reward": agent.reward_turn(body.turn, body.reward)})
         return json_response({"ended": True, "reward": agent.reward(Outcome(body.reward, body.detail))})
 
 
@@ -251,6 +257,7 @@ class CommandAgent:
         self._world, self._prompt = world, prompt
         self._process = world.processes.create()
         self._posted: asyncio.Future[Outcome] | None = None
+        self._of_turns: dict[int, float] = {}
         self._model: Model | None = None
         self._starting = False
         self._claim_token = ""  # until it is claimed
@@ -318,13 +325,21 @@ class CommandAgent:
         awaited: tuple[asyncio.Future[Any], ...] = (running, self._posted)
         try:
             await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
-            return self._posted.result() if self._posted.done() else _outcome(running.result())
+            found = self._posted.result() if self._posted.done() else _outcome(running.result())
+            return replace(found, turns=self._of_turns)
         except EpisodeProcessLost as loss:
             raise RuntimeError(f"the program was lost: {loss}") from None
         finally:
             self._has_started()
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)
+
+    def reward_turn(self, turn: int, reward: float) -> float:
+        """Set the reward of a turn, again if need be."""
+        if turn < 0:
+            raise Refused(f"a turn is counted from 0, got {turn}")
+        self._of_turns[turn] = reward
+        return reward
 
     def reward(self, outcome: Outcome) -> float | None:
         """Set the reward unless one was posted before. Returns the reward that counts."""

@@ -50,7 +50,7 @@ class _Table:
     def answer(self, job: Mapping[str, Any]) -> Mapping[str, Any]:
         try:
             move = self._begun(job["seed"]) if "seed" in job else self._moved(job["said"])
-            return {"text": str(move.text), "reward": float(move.reward), "done": bool(move.done)}
+            return {"text": str(move.text), "reward": float(move.reward), "done": bool(move.done), "state": move.state}
         except Exception as problem:
             return {"problem": f"{type(problem).__name__}: {problem}"[:2000]}
 

@@ -60,7 +60,8 @@ class GameEpisode:
 
     async def step(self, turn: Turn) -> Observation:
         move = await self._player.move(turn.text)
-        return Observation((Message("user", self._shown(move.text)),), done=move.done, reward=move.reward)
+        said = (Message("user", self._shown(move.text)),)
+        return Observation(said, done=move.done, reward=move.reward, state=move.state)
 
     async def close(self) -> None:
         await self._player.close()
@@ -109,7 +110,7 @@ class GameFailed(Exception):
 def _move_of(answer: Mapping[str, Any]) -> Move:
     if "problem" in answer:
         raise GameFailed(answer["problem"])
-    return Move(answer["text"], answer["reward"], answer["done"])
+    return Move(answer["text"], answer["reward"], answer["done"], answer["state"])
 
 
 class Games:

@@ -14,11 +14,15 @@ from kitae.section import Section
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """The result of a move: `Move("Too low.")`, `Move("Right!", reward=1.0, done=True)`."""
+    """The result of a move: `Move("Too low.")`, `Move("Right!", reward=1.0, done=True)`.
+
+    state: the name of the state after it, where what the game says is not the state.
+    """
 
     text: str
     reward: float = 0.0
     done: bool = False
+    state: str = ""
 
 
 class Game(Protocol):

@@ -6,6 +6,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from kitae.envs.games.guess import Move
 from kitae.errors import ConfigError
 
@@ -92,11 +94,16 @@ class Gymnasium:
         word = found[-1].lower()
         action = self._names.index(word) + self._first if word in self._names else int(word)
         observation, reward, ended, cut, _ = self._environment.step(action)
-        return Move(self._shown(observation), float(reward), done=bool(ended or cut))
+        return Move(self._shown(observation), float(reward), bool(ended or cut), _name(observation))
 
     def _shown(self, observation: object) -> str:
         picture = self._environment.render() if self._pictured else None
         return _COLOURS.sub(_mark, picture).strip() if isinstance(picture, str) else str(observation)
+
+
+def _name(observation: object) -> str:
+    """The state, where the observation is one number or a few."""
+    return str(observation) if isinstance(observation, int | np.integer | tuple) else ""
 
 
 def _mark(colour: "re.Match[str]") -> str:

@@ -1,7 +1,9 @@
 """The processes that talk to MCP servers, through the official package; see `kitae.envs.episode_processes`.
 
     setup  {"command", "env", "cwd"}      greeting  {"tools"}: as JSON schemas of functions
-    job    {"name", "arguments"}          answer    {"text", "refused"}, or {"problem"}
+    job    {"name", "arguments"}          answer    {"text", "refused", "reward", "state"}, or {"problem"}
+
+Reward and state are what the server says in the `_meta` of a result, as `kitae/reward` and `kitae/state`.
 
 Each process starts a server of its own, which dies with it, and keeps one session. A server that writes without end
 makes its process reach the memory limit; the process then ends, and the server with it.
@@ -93,7 +95,9 @@ async def _called(session: Any, job: Mapping[str, Any]) -> Mapping[str, Any]:
             return {"problem": f"the server is gone: {refusal}"[:1000]}
         return {"text": str(refusal)[:_LONGEST], "refused": True}
     found = result.model_dump(by_alias=True, mode="json")
-    return {"text": _text(found.get("content") or [])[:_LONGEST], "refused": bool(found.get("isError"))}
+    told = found.get("_meta") or {}
+    named = {"reward": told.get("kitae/reward"), "state": told.get("kitae/state")}
+    return {"text": _text(found.get("content") or [])[:_LONGEST], "refused": bool(found.get("isError")), **named}
 
 
 def _text(content: list[Any]) -> str:

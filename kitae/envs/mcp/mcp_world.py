@@ -11,8 +11,9 @@ from pydantic import Field
 
 from kitae.envs.command.program_sandbox import HOME, ProgramSandbox, places, sandboxed
 from kitae.envs.config import program_variables, read_params
+from kitae.envs.episode_context import read_reward
 from kitae.envs.episode_processes import EpisodeProcess, EpisodeProcesses
-from kitae.envs.tools.base import ToolEpisode, ToolRefusal
+from kitae.envs.tools.base import ToolAnswer, ToolEpisode, ToolRefusal
 from kitae.errors import ConfigError
 from kitae.section import Section
 from kitae.types import Prompt, Tool, ToolCall
@@ -114,14 +115,14 @@ class _ServerTool:
         self.tool = tool
         self._server, self._closes = server, closes
 
-    async def call(self, call: ToolCall) -> str:
+    async def call(self, call: ToolCall) -> ToolAnswer:
         answer = await self._server.ask({"name": call.name, "arguments": dict(call.arguments)})
         if "problem" in answer:
             await self._server.close()
             raise ServerFailed(answer["problem"])
         if answer["refused"]:
             raise ToolRefusal(answer["text"])
-        return str(answer["text"])
+        return ToolAnswer(str(answer["text"]), read_reward(answer.get("reward")), str(answer.get("state") or ""))
 
     async def close(self) -> None:
         if self._closes:

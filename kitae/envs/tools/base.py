@@ -1,6 +1,7 @@
 """The interface of a tool in an episode, and the environment in which the model calls tools."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from kitae.data.messages import SYSTEM
@@ -13,16 +14,28 @@ class ToolRefusal(Exception):
     """A tool cannot do what the model requested; the model reads the message."""
 
 
+@dataclass(frozen=True, slots=True)
+class ToolAnswer:
+    """What a tool returns that says how good a call was: `ToolAnswer("42 hits", reward=0.1)`.
+
+    reward: added to those of the turn's other calls; None: it gives none. state: the name of the state after it.
+    """
+
+    text: str
+    reward: float | None = None
+    state: str = ""
+
+
 class EpisodeTool(Protocol):
     """A tool as one episode uses it.
 
-    `call` receives arguments that fit the schema. It returns a text or raises `ToolRefusal`; any other exception is a
-    failure of the episode.
+    `call` receives arguments that fit the schema. It returns a text, or a `ToolAnswer`, or raises `ToolRefusal`; any
+    other exception is a failure of the episode.
     """
 
     tool: Tool
 
-    async def call(self, call: ToolCall) -> str: ...
+    async def call(self, call: ToolCall) -> str | ToolAnswer: ...
     async def close(self) -> None: ...
 
 
@@ -31,8 +44,11 @@ class ToolEpisode:
 
     A call that cannot be parsed, or that the tool refuses, is answered by an error message that the model reads. What a
     tool returns is cut to `output` characters, in its middle. Scoring is left to the verifier, which judges the last
-    turn. examples: shown before the prompt, after its system message.
+    turn; rewards that tools give for calls are added to its score. examples: shown before the prompt, after its system
+    message.
     """
+
+    judged = True
 
     def __init__(
         self, prompt: Prompt, tools: Sequence[EpisodeTool], output: int, examples: tuple[Message, ...] = ()
@@ -51,14 +67,21 @@ class ToolEpisode:
             return Observation((Message("tool", f"Error: {turn.problem}"),))
         if not turn.calls:
             return Observation(done=True)
-        return Observation(tuple([await self._answer(call) for call in turn.calls]))
+        answers = [await self._answer(call) for call in turn.calls]
+        rewards = [answer.reward for answer in answers if answer.reward is not None]
+        messages = tuple(
+            Message("tool", shortened(readable(answer.text), self._output), call_id=call.id, name=call.name)
+            for call, answer in zip(turn.calls, answers, strict=True)
+        )
+        state = ", ".join(answer.state for answer in answers if answer.state)
+        return Observation(messages, reward=sum(rewards) if rewards else None, state=state)
 
-    async def _answer(self, call: ToolCall) -> Message:
+    async def _answer(self, call: ToolCall) -> ToolAnswer:
         try:
-            text = await self._tools_by_name[call.name].call(call)
+            found = await self._tools_by_name[call.name].call(call)
         except ToolRefusal as refusal:
-            text = f"Error: {refusal}"
-        return Message("tool", shortened(readable(text), self._output), call_id=call.id, name=call.name)
+            found = f"Error: {refusal}"
+        return ToolAnswer(found) if isinstance(found, str) else found
 
     async def close(self) -> None:
         for tool in self._tools_by_name.values():

@@ -12,8 +12,8 @@ The schema that the model reads is made of the type hints and the docstring. Of 
 docstring is a tool. It may have `reset`, which gets the columns of the row and may return a text that is added to the
 question, and `get_reward`, which is asked when the model answers without a call; either may be `async def`.
 
-What a function raises is an error that the model reads; what it returns is text, or is written as JSON. A function that
-does not wait runs in a thread, with the rights of the run.
+What a function raises is an error that the model reads; what it returns is text, or is written as JSON, or is a
+`ToolAnswer`, which gives the turn a reward. A function that does not wait runs in a thread, with the rights of the run.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ from pydantic import PydanticSchemaGenerationError, TypeAdapter
 from pydantic.errors import PydanticInvalidForJsonSchema
 
 from kitae.envs.base import Observation, Opening
-from kitae.envs.tools.base import EpisodeTool, ToolEpisode, ToolRefusal
+from kitae.envs.tools.base import EpisodeTool, ToolAnswer, ToolEpisode, ToolRefusal
 from kitae.errors import ConfigError
 from kitae.plugins import load_function
 from kitae.types import Message, Prompt, Tool, ToolCall, Turn
@@ -65,12 +65,12 @@ class OwnTool:
         self._function = function
         self.tool = schema_of(function, getattr(function, "__name__", "tool"))
 
-    async def call(self, call: ToolCall) -> str:
+    async def call(self, call: ToolCall) -> str | ToolAnswer:
         try:
             found = await _done(self._function, **call.arguments)
         except Exception as problem:
             raise ToolRefusal(f"{type(problem).__name__}: {problem}") from None
-        return found if isinstance(found, str) else json.dumps(found, default=str, ensure_ascii=False)
+        return found if isinstance(found, str | ToolAnswer) else json.dumps(found, default=str, ensure_ascii=False)
 
     async def close(self) -> None:
         pass
@@ -89,6 +89,7 @@ class OwnEpisode(ToolEpisode):
     ) -> None:
         super().__init__(prompt, tools, output, examples)
         self._instances = instances
+        self.judged = not any(hasattr(instance, "get_reward") for instance in instances)
         self._columns = {"prompt": [{"role": m.role, "content": m.content} for m in prompt.messages], **prompt.context}
 
     async def start(self) -> Opening:

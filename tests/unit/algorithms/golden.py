@@ -3,7 +3,8 @@
     python tests/unit/algorithms/golden.py     write tests/data/golden_presets.json anew, after a change that was meant
 
 Five groups of four: mixed, mixed with a truncated answer, all correct, all wrong, one correct. 44 loss tokens whose
-log-probs under π_θ, π_old, μ, π_ref and a teacher, and values, are drawn once from a seeded generator.
+log-probs under π_θ, π_old, μ, π_ref and a teacher, and values, are drawn once from a seeded generator. Methods by turns
+get the same answers cut into turns.
 """
 
 import json
@@ -18,6 +19,7 @@ from short_settings import algorithm_with
 
 from kitae.algorithms.group_stages import replace_samples
 from kitae.algorithms.presets import PRESETS
+from kitae.algorithms.requirements import Trait
 from kitae.data.packing import lay_out
 from kitae.observe.meter import Meter
 from kitae.trainer.forward import MicroBatch
@@ -31,14 +33,15 @@ SCORES = ((1, 0, 0, 1), (0, 1, 1, 1), (1, 1, 1, 1), (0, 0, 0, 0), (0, 0, 1, 0))
 LENGTHS = ((2, 1, 3, 2), (6, 1, 2, 1), (1, 2, 2, 3), (2, 3, 1, 1), (4, 2, 3, 2))
 
 
-def golden_groups() -> list[Group]:
+def golden_groups(turns: bool = False) -> list[Group]:
+    """turns: each answer in turns of two tokens, worth a tenth of their number, and what is left at the last."""
     random = np.random.default_rng(7)
 
     def answer(group: int, index: int, score: float, length: int) -> Rollout:
         logprobs = tuple(float(x) for x in random.uniform(-3, -0.1, length).astype(np.float32))
         segment = Segment("model", tuple(range(10, 10 + length)), logprobs, (4,) * length)
         finish: Any = "length" if length >= MAX_TOKENS else "stop"
-        return Rollout.of(group, index, (1, 2, 3), (segment,), finish, "", Score(score))
+        return Rollout.of(group, index, (1, 2, 3), in_turns(segment) if turns else (segment,), finish, "", Score(score))
 
     return [
         Group(
@@ -49,6 +52,19 @@ def golden_groups() -> list[Group]:
         )
         for group, (scores, lengths) in enumerate(zip(SCORES, LENGTHS, strict=True))
     ]
+
+
+def in_turns(s: Segment) -> tuple[Segment, ...]:
+    """After each the environment says a word, which is another in every third turn."""
+    cuts = [slice(start, start + 2) for start in range(0, len(s.tokens), 2)]
+    return tuple(
+        part
+        for n, cut in enumerate(cuts)
+        for part in (
+            Segment("model", s.tokens[cut], s.logprobs[cut], s.versions[cut], 0.1 * n if n + 1 < len(cuts) else None),
+            Segment.observed((90 + n % 3,)),
+        )
+    )
 
 
 def golden_logprobs(sample: Sample, name: str) -> FloatArray:
@@ -68,7 +84,7 @@ def golden_values(sample: Sample) -> FloatArray:
 def golden_row(preset: str, device: str = "cpu") -> dict[str, Any]:
     """Loss, gradient of each token (nested by sample), and the groups that were dropped."""
     objective = Objective(algorithm_with(preset=preset, **OVERRIDES.get(preset, {})), MAX_TOKENS)
-    groups = golden_groups()
+    groups = golden_groups(Trait.TURNS in objective.config.traits("advantage"))
     dropped = {g.id: reason for g in groups if (reason := objective.drop_reason(g))}
     candidates = objective.candidates([g for g in groups if g.id not in dropped])
     annotated = [

@@ -17,7 +17,7 @@ from kitae.types import Sample
 
 GROUP_ADVANTAGES = [name for name, function in ADVANTAGES.items() if Trait.TOKENS not in traits_of(function)]
 TOKEN_ADVANTAGES = ["returns", "greedy", "gae"]
-NO_BASELINE = {"reward", "one", *TOKEN_ADVANTAGES}
+NO_BASELINE = {"reward", "one", "role-mean", *TOKEN_ADVANTAGES}
 
 
 class Objective(GroupStages):

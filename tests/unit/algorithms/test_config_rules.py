@@ -28,7 +28,8 @@ TAUGHT: dict[str, dict[str, Any]] = {
 
 def resolve(algorithm: Mapping[str, Any], **sections: Any) -> RLConfig:
     method = TAUGHT.get(str(algorithm.get("preset")), {})
-    return parse_config({"method": method, "data": {"task": "reverse"}, "algorithm": spelled(algorithm), **sections})
+    own = {"method": method, "env": {"name": "games"}, "data": {"task": "reverse"}}
+    return parse_config({**own, "algorithm": spelled(algorithm), **sections})
 
 
 def refused(algorithm: Mapping[str, Any], **sections: Any) -> str:
@@ -390,6 +391,20 @@ def test_settings_that_nothing_reads_are_unset_by_a_preset_and_refused_from_a_re
         assert message in str(caught.value)
 
 
+def test_turns_are_compared_where_there_are_several_and_by_what_judges_tokens() -> None:
+    several = "algorithm.advantage 'gigpo' is for environments with several turns, got env.name = "
+    assert f"{several}'single'" in refused({"preset": "gigpo"}, env={})
+    assert f"{several}'games' with env.turns = 1" in refused({"preset": "gigpo"}, env={"name": "games", "turns": 1})
+    mixes = "must judge tokens, as '{}' does, with advantage 'turn-centred', got '{}', which mixes turns"
+    assert mixes.format("token", "sequence-mean") in refused({"preset": "gspo", "advantage": "turn-centred"})
+    assert mixes.format("clip", "geometric-clip") in refused({"preset": "gmpo", "advantage": "turn-centred"})
+    assert resolve({"preset": "gspo-token", "advantage": "turn-centred"})
+    message = (
+        "algorithm.advantage.whiten 'scale' needs one advantage per sample, but advantage 'gigpo' gives one per turn"
+    )
+    assert message in refused({"preset": "gigpo", "whiten": "scale"})
+
+
 def test_a_setting_of_another_function_is_refused_with_those_of_the_chosen_one() -> None:
     assert refused({"gate": {"name": "sigmoid", "clip_low": 0.1}}) == (
         "algorithm.gate.clip_low is set to 0.1, but gate 'sigmoid' has no such setting: it has tau_positive, "
@@ -404,7 +419,7 @@ def test_who_would_read_a_setting_is_named() -> None:
     cases = {
         "kl_into": ("reward", "kl.coef above 0"),
         "entropy_rate": (0.01, "entropy.target above 0"),
-        "critic_lr": (1e-5, "advantage 'gae', or one of your own that needs values"),
+        "critic_lr": (1e-5, "advantages 'gae' and 'turn-gae', or one of your own that needs values"),
         "sft_correct_above": (0.0, "sft.coef above 0"),
     }
     for key, (value, readers) in cases.items():
@@ -520,6 +535,7 @@ def test_settings_of_a_python_caller_are_tables_too(recipe: Path) -> None:
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_preset_on_the_command_line_replaces_the_recipes_choices(recipe: Path, preset: str) -> None:
     method = [f"method.{key}={value}" for key, value in TAUGHT.get(preset, {}).items()]
+    method += ["env.name=games"]
     config = load_config(recipe, [f"algorithm.preset={preset}", *method])
     assert config.algorithm == AlgorithmConfig(preset=preset)
     assert config.training.lr == 3e-6, "other sections stay"

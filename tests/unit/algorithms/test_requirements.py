@@ -149,7 +149,8 @@ def test_an_unknown_need_names_those_there_are(own: Own) -> None:
     assert f"a stage function may need {', '.join(NEEDS)}, got 'value'" in str(caught.value)
     assert "did you mean 'values'" in str(caught.value)
     with pytest.raises(
-        ConfigError, match=r"may need values, greedy, reference, teacher, divergence, tokens, covariance, group, got"
+        ConfigError,
+        match=r"may need values, greedy, reference, teacher, divergence, tokens, turns, covariance, group, got",
     ):
         make_objective(advantage=own("critic", gets="group", returns="group.rewards_G"))
 

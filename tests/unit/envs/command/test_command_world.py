@@ -278,3 +278,20 @@ def _until(reached: Callable[[], bool]) -> None:
 def test_bad_params(params: dict[str, Any], rule: str) -> None:
     with pytest.raises(ConfigError, match=rule):
         CommandWorld(params)
+
+
+def test_rewards_of_turns_do_not_end_the_episode(tmp_path: Path) -> None:
+    program = """
+def of_turn(turn, value):
+    body = {"reward": value, "turn": turn, "token": claimed["token"]}
+    return post(os.environ["KITAE_EPISODE_URL"] + "/reward", body)
+
+say(user("a"))
+assert of_turn(0, 0.5) == {"ended": False, "reward": 0.5}
+say(user("b"))
+of_turn(1, 0.25)
+reward(1)
+"""
+    (rollout,) = run(tmp_path, program).rollouts
+    assert rollout.score == Score(1.75, {"environment": 1.75})
+    assert [s.reward for s in rollout.segments if s.source == "model"] == [0.5, 0.25]
