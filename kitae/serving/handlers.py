@@ -20,8 +20,9 @@ scored has `"error"` in place of its score; a single answer is refused.
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -53,6 +54,9 @@ _MOST_WAITING = 16_384  # events of a stream
 Answered = Callable[[Account | None, float, Sequence[Answer], int], None]
 """Takes the account of a client, how long its request waited, its answers, and the number of tokens of its prompts."""
 
+Relay = Callable[[Request, Json], Awaitable[Response]]
+"""Answers a request with this body in place of the model."""
+
 Find = Callable[[Request], Model]
 """Gives the model that answers a request; raises `Refused` with status 404 where there is none."""
 
@@ -62,21 +66,24 @@ class AnswerPolicy:
     """How far a server goes to give what a request asks for: `AnswerPolicy(tries=3)`.
 
     tries: how often an answer is sampled until it has the tool call that `tool_choice` asks for. answer_anyway: the
-    last answer is returned as it is, with the reason in `unmet`; otherwise the request is refused. any_name: the model
-    answers under every name. ignored: fields that are accepted and have no effect.
+    last answer is returned as it is, with the reason in `unmet`; otherwise the request is refused. names: further
+    ones under which the model answers. ignored: fields that are accepted and have no effect. hint:
+    what a refusal of another name says beyond that.
     """
 
     tries: int = 3
     answer_anyway: bool = False
-    any_name: bool = False
+    names: frozenset[str] = frozenset()
     ignored: tuple[str, ...] = ()
+    hint: str = ""
 
 
 class ChatHandlers:
     """The handlers of one server. scorer: computes log-probs of prompts and of the likeliest tokens; None: requests for
     them are refused. gone: is called with the path of a request whose client has gone before the end of the stream.
     reader: reads requests; None: for models that make tokens of messages themselves. answered: is called with the
-    answers to each request. owner: to whom answers belong that can be asked for again; they end with it."""
+    answers to each request. owner: to whom answers belong that can be asked for again; they end with it.
+    relays: who answers requests to other models, by their names."""
 
     def __init__(
         self,
@@ -89,10 +96,11 @@ class ChatHandlers:
         reader: RequestReader[PromptReader] | None = None,
         answered: Answered = lambda *_: None,
         owner: Callable[[Request], object] = lambda request: request.scope.get("account"),
+        relays: Mapping[str, Relay] = MappingProxyType({}),
     ) -> None:
         self._find, self._renderer, self._admission, self._scorer = find, renderer, admission, scorer
         self._answer_policy = answer_policy or AnswerPolicy()
-        self._gone, self._answered, self._owner = gone, answered, owner
+        self._gone, self._answered, self._owner, self._relays = gone, answered, owner, relays
         self._kept: WeakKeyDictionary[object, KeptAnswers] = WeakKeyDictionary()
         self._reader = reader or RequestReader([PromptReader.for_models(renderer.chat)])
 
@@ -102,10 +110,15 @@ class ChatHandlers:
         async def answer(request: Request) -> Response:
             asking = Asking(self._renderer, self._kept_of(request), _is_retry(request))
 
-            def tell(body: Json, prompts: PromptReader) -> Teller:
+            def tell(body: Json, prompts: PromptReader) -> Teller | Json:
+                if body.get("model") in self._relays:
+                    return body
                 return speak(_without(body, self._answer_policy.ignored), prompts, asking)
 
-            return await self._serve(request, await self._reader.read(request, tell))
+            read = await self._reader.read(request, tell)
+            if isinstance(read, dict):
+                return await self._relays[read["model"]](request, read)
+            return await self._serve(request, read)
 
         return answer
 
@@ -132,8 +145,8 @@ class ChatHandlers:
         return json_response({"input_tokens": len(tokens)})
 
     def _check_name(self, name: str) -> None:
-        if name and name != self._renderer.name and not self._answer_policy.any_name:
-            message = f"there is no model {name[:100]!r} here, only {self._renderer.name!r}"
+        if name and name != self._renderer.name and name not in self._answer_policy.names:
+            message = f"there is no model {name[:100]!r} here, only {self._renderer.name!r}{self._answer_policy.hint}"
             raise Refused(message, 404, param="model", code="model_not_found")
 
     def _kept_of(self, request: Request) -> KeptAnswers:

@@ -75,7 +75,7 @@ AnyMessage = Annotated[UserMessage | AssistantMessage, Field(discriminator="role
 class ClientTool(RequestBody):
     type: Literal["custom"] = "custom"
     name: str
-    description: str = ""
+    description: str | None = None
     input_schema: dict[str, Any]
     strict: bool | None = None
     cache_control: Ignored = None
@@ -148,9 +148,8 @@ class MessagesBody(CountBody):
 
 
 def _chat_tool(tool: ClientTool) -> Json:
-    strict = {} if tool.strict is None else {"strict": tool.strict}
     described = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
-    return {"type": "function", "function": described | strict}
+    return {"type": "function", "function": described | {"strict": tool.strict}}  # what is None was never said
 
 
 def _parts(texts: list[TextBlock]) -> list[Json]:

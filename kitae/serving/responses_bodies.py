@@ -197,4 +197,4 @@ class ResponsesBody(RequestBody):
 
 def _chat_tool(tool: FunctionTool) -> Json:
     described = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
-    return {"type": "function", "function": described | ({} if tool.strict is None else {"strict": tool.strict})}
+    return {"type": "function", "function": described | {"strict": tool.strict}}

@@ -11,7 +11,7 @@ import urllib.request
 
 
 def say(*messages: dict[str, str]) -> dict[str, str]:
-    body = json.dumps({"model": "any", "messages": messages, "max_tokens": 8}).encode()
+    body = json.dumps({"model": os.environ["OPENAI_MODEL"], "messages": messages, "max_tokens": 8}).encode()
     headers = {"content-type": "application/json", "authorization": f"Bearer {os.environ['OPENAI_API_KEY']}"}
     request = urllib.request.Request(f"{os.environ['OPENAI_BASE_URL']}/chat/completions", body, headers)
     with urllib.request.urlopen(request, timeout=60) as reply:

@@ -26,6 +26,7 @@ from kitae.serving.base import Answer, Ask, Model, OnTokens
 from kitae.types import Chain, Message, Prompt, Rollout, Score, Turn
 
 HERE = Path(__file__).parent
+EXAMPLES = HERE.parent.parent / "examples" / "agents"
 ENVIRONMENTS = HERE.parent.parent / ".venv-servers"
 
 
@@ -124,11 +125,17 @@ def capture(
     environment: str, script: str, answers: Iterable[str], *, question: str = "What is 2 + 3?", **variables: str
 ) -> Captured:
     """One episode of a client's script."""
-    words = [str(interpreter(environment)), str(HERE / "clients" / script)]
-    config = EnvConfig(name="command", command=shlex.join(words), params={"variables": {**CLEAN, **variables}})
+    at = next(place / script for place in (HERE / "clients", EXAMPLES) if (place / script).exists())
+    words = [str(interpreter(environment)), str(at)]
+    config = EnvConfig(
+        name="command", command=shlex.join(words), params={"variables": {**CLEAN, **variables}, "models": NAMES}
+    )
     prompt = Prompt("p/1", (Message("user", question),), "5", {"question": question})
     return asyncio.run(episode(open_world(config), prompt, answers))
 
+
+NAMES = dict.fromkeys(("gpt-4o", "gpt-5"), "policy")
+"""What agents call their model where it stands in their code."""
 
 CLEAN = {"PYTHONPATH": "", "HF_HUB_OFFLINE": "1", "LITELLM_LOCAL_MODEL_COST_MAP": "True", "NO_COLOR": "1"}
 """Variables that keep a client from what belongs to us, and from the network."""

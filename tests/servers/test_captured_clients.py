@@ -19,16 +19,25 @@ def test_openai(environment: str) -> None:
     captured.check_as_native()
 
 
-def test_openai_agents() -> None:
-    captured = capture("openai-agents", "openai_agents_agent.py", ANSWERS)
-    captured.check(chains=1)
-    captured.check_as_native()
+TWICE = (f"I add them.\n{CALL}\n{CALL.replace('3', '4')}", " It is 5.\n", "Yes,  quite sure.\n\n")
 
 
-def test_langgraph() -> None:
-    captured = capture("langgraph", "langgraph_agent.py", ANSWERS)
+@pytest.mark.parametrize("answers", [ANSWERS, TWICE], ids=["one-call", "two-calls"])
+@pytest.mark.parametrize(
+    ("environment", "script"),
+    [
+        ("openai-3", "responses_agent.py"),
+        ("anthropic", "anthropic_agent.py"),
+        ("openai-agents", "openai_agents_agent.py"),
+        ("langgraph", "langgraph_agent.py"),
+    ],
+)
+def test_an_agent_is_one_chain(environment: str, script: str, answers: tuple[str, ...]) -> None:
+    """Each of `examples/agents`, with calls one at a time and two at once."""
+    captured = capture(environment, script, answers)
     captured.check(chains=1)
     captured.check_as_native()
+    assert [m.role for m in captured.asks[-1].messages].count("tool") == answers[0].count(CALL[:11])
 
 
 def test_smolagents_rewrites_each_step() -> None:

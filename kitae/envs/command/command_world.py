@@ -4,7 +4,7 @@ A program is started for each episode, in a sandbox of its own (`program_sandbox
 The episode ends when the program does, and the verifier judges the last answer. The program receives:
 
     OPENAI_BASE_URL, OPENAI_API_KEY   where the policy answers; most clients read these
-    OPENAI_MODEL                      a model name; any other is accepted too
+    OPENAI_MODEL                      the name of the policy; `other_models` says what others mean
     ANTHROPIC_BASE_URL, …_API_KEY, …_MODEL   the same for Anthropic's clients
     KITAE_EPISODE_URL                 GET it + "/prompt"; POST it + "/claim" and "/reward", where the recipe allows it
     standard input                    the prompt as JSON: id, question, messages, context
@@ -28,6 +28,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Self
 from urllib.parse import urlsplit
@@ -41,6 +42,7 @@ from starlette.routing import Mount, Route
 from kitae.clients.addresses import address_of, listen
 from kitae.data.chat import Chat
 from kitae.envs.base import Outcome
+from kitae.envs.command.other_models import NamedModel, OtherModels
 from kitae.envs.command.own_network import Doorway
 from kitae.envs.command.program_sandbox import HOME, ProgramSandbox, places, sandboxed
 from kitae.envs.config import program_variables, read_params
@@ -68,6 +70,10 @@ _HINTS = (
     *("reasoning_effort", "verbosity", "reasoning", "text.verbosity", "thinking", "output_config.effort"),
 )  # request fields without effect, as the run decides how to sample
 _EPISODES = "/episodes/{token}"
+_NAMING = (
+    " (OPENAI_MODEL, ANTHROPIC_MODEL): env.params.models says what other names mean, as in "
+    '{ "gpt-4o" = "policy", judge = { url = "http://127.0.0.1:8000/v1" } }'
+)
 
 
 _BARE = (
@@ -99,6 +105,10 @@ class ProgramParams(Section):
     )
     tmp_mb: int = Field(1024, ge=1, description="Size of its /tmp and home, which are empty and end with the episode.")
     sandbox: ProgramSandbox = Field("bwrap", description="Where it runs: bwrap, or none: with your rights.")
+    models: dict[str, NamedModel] = Field(
+        default_factory=dict,
+        description="Other names that the program asks: 'policy', or {url, model, key_env} of a server.",
+    )
     network: Literal["episode", "machine"] = Field(
         "episode",
         description="What it reaches from the sandbox: the endpoint of its episode, or the machine's network.",
@@ -133,6 +143,7 @@ class CommandWorld:
         for name, paths in (("readable", self.params.readable), ("writable", self.params.writable)):
             if missing := [path for path in paths if not Path(path).expanduser().exists()]:
                 raise ConfigError(f"env.params.{name} must list what exists, got {missing[0]!r}")
+        self.others = OtherModels(self.params.models)
         if self.params.sandbox == "none":
             warnings.warn(_BARE, KitaeWarning, stacklevel=2)
         self.starting = asyncio.Semaphore(max(2, os.cpu_count() or 1))
@@ -173,6 +184,7 @@ class CommandWorld:
     async def __aenter__(self) -> Self:
         self.command(self.words)  # says whether there is a sandbox, before a model is loaded
         await self._stack.enter_async_context(self.processes)
+        self._stack.push_async_callback(self.others.close)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -211,13 +223,16 @@ class CommandWorld:
         admission = AdmissionControl(_MOST_REQUESTS)
         counters = Counters(admission)
         renderer = AnswerRenderer(_NAME, chat, TokenText(chat.tokenizer), streams_early(chat.tokenizer))
-        answer_policy = AnswerPolicy(tries=1, answer_anyway=True, any_name=True, ignored=_HINTS)
+        names = frozenset(self.params.models) - self.others.names
+        answer_policy = AnswerPolicy(tries=1, answer_anyway=True, names=names, ignored=_HINTS, hint=_NAMING)
+        relays = {name: partial(self._relay, name) for name in self.others.names}
         handlers = ChatHandlers(
             lambda request: self._find(request).model,
             renderer,
             admission,
             answer_policy=answer_policy,
             owner=self._find,
+            relays=relays,
         )
         own = [
             Route("/prompt", endpoint(self._prompt, counters), methods=["GET"]),
@@ -227,6 +242,10 @@ class CommandWorld:
         asked = [*chat_routes(handlers, counters), *name_routes(_NAME, 0, counters)]
         routes = [Mount(_EPISODES, routes=[*asked, *own])]
         return make_app(routes, counters, name=_NAME, context=0, host=_HOST)
+
+    async def _relay(self, name: str, request: Request, body: dict[str, Any]) -> Response:
+        self._find(request)
+        return await self.others.relay(name, request, body)
 
     def _find(self, request: Request) -> "CommandAgent":
         agent = self._agents.get(request.path_params["token"])

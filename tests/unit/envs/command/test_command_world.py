@@ -32,7 +32,7 @@ def post(url, body={}):
     request = urllib.request.Request(url, json.dumps(body).encode(), headers)
     return json.loads(urllib.request.urlopen(request).read())
 def say(*messages, **more):
-    body = {"model": "gpt-4o", "messages": list(messages), "temperature": 0.2, **more}
+    body = {"model": "policy", "messages": list(messages), "temperature": 0.2, **more}
     return post(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body)["choices"][0]["message"]
 def reward(value, detail=""):
     post(os.environ["KITAE_EPISODE_URL"] + "/reward", {"reward": value, "detail": detail, "token": claimed["token"]})
@@ -169,7 +169,7 @@ def test_streams_and_branches_at_once(tmp_path: Path) -> None:
 import threading
 threads = [threading.Thread(target=say, args=(user(word),)) for word in "abcd"]
 [t.start() for t in threads]; [t.join() for t in threads]
-body = {"model": "m", "messages": [user("e")], "stream": True}
+body = {"model": "policy", "messages": [user("e")], "stream": True}
 headers = {"content-type": "application/json"}
 url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
 request = urllib.request.Request(url, json.dumps(body).encode(), headers)
