@@ -20,6 +20,8 @@ from typing import Any, Literal, overload
 import numpy as np
 import numpy.typing as npt
 
+from kitae.kept_sets import KeptSets
+
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float32]
 BoolArray = npt.NDArray[np.bool_]
@@ -214,6 +216,7 @@ class Segment:
     positions that the engine computed in this turn, and it does not compute the position of the last token. A turn of
     3 tokens after a prompt of 4 tokens has the experts of positions 0 to 5; after 5 tokens of the environment, a second
     turn of 2 tokens has those of positions 6 to 12.
+    kept: what each token of the model could have been; None: any of the vocabulary.
     """
 
     source: Literal["model", "environment"]
@@ -222,6 +225,7 @@ class Segment:
     versions: Sequence[int]
     reward: float | None = None
     experts: ExpertArray | None = field(default=None, compare=False, repr=False)
+    kept: KeptSets | None = None
     state: str = ""
     potential: float = 0.0
 
@@ -373,7 +377,7 @@ class Sample:
     the chain in its rollout. Samples with the same `unit`, such as a pair that is compared, are never cut into
     different micro-batches. Where the answer lies in files, tokens and log-probs are lazy arrays, whose parts are the
     prompt and the segments in order. experts: the experts of each position but the last, for a forward pass that must
-    choose the same experts again.
+    choose the same experts again. kept: what each token could have been; log-probs are over these tokens alone.
     """
 
     group: int
@@ -386,6 +390,7 @@ class Sample:
     chain: int = 0
     unit: int | None = None
     experts: ExpertArray | None = None
+    kept: KeptSets | None = None
 
     @property
     def key(self) -> SampleKey:

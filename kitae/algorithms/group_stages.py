@@ -22,6 +22,7 @@ from kitae.algorithms.reward_shaping import Moments, StepRewards
 from kitae.algorithms.turn_advantages import GroupTurns, Turns
 from kitae.data.packing import NO_RECORD
 from kitae.errors import VerifierError
+from kitae.kept_sets import joined_sets
 from kitae.types import BoolArray, Chain, ExpertArray, FloatArray, Group, IntArray, Rollout, Sample, spliced
 
 _LARGEST = float(np.finfo(np.float32).max)
@@ -382,6 +383,7 @@ def sample_of(rollout: Rollout, number: int, chain: Chain) -> Sample:
             "version": np.where(mask_T, versions_T, np.float32(0)),
             "score": np.where(mask_T, np.float32(_value(rollout)), np.float32(0)),
         },
+        kept=joined_sets([(None, len(prompt)), *((s.kept, len(s.tokens)) for s in own)]),
     )
 
 

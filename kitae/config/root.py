@@ -136,6 +136,7 @@ class RLConfig(Root):
         yield from rules.commanded(self.env)
         yield from rules.placed(self.cluster, self.engine, self.model, self.method)
         yield from rules.served(self.cluster, self.model, self.engine, self.pipeline, self.eval)
+        yield from rules.truncated(self.sampling, self.engine, self.method)
 
     @property
     def title(self) -> str:

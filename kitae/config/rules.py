@@ -105,6 +105,20 @@ def served(
         )
 
 
+def truncated(sampling: SamplingConfig, engine: EngineConfig, m: MethodConfig) -> Iterator[str]:
+    """Who must know which tokens the engine kept, and cannot."""
+    if not sampling.truncates:
+        return
+    asked = f"{sampling.top_p:g}, {sampling.top_k} and {sampling.min_p:g}"
+    rule = "sampling.top_p, top_k and min_p must be off with"
+    if engine.serves:
+        yield f"{rule} engine.kind = {engine.kind!r}, which does not say what it kept, got {asked}"
+    if engine.proof.share:
+        yield f"{rule} engine.proof.share = {engine.proof.share:g}: what an engine kept proves nothing, got {asked}"
+    if isinstance(m, DistilMethod) and m.teacher.url:
+        yield f"{rule} method.teacher.url, whose log-probs are over the whole vocabulary, got {asked}"
+
+
 def reference(a: AlgorithmConfig, model: ModelConfig) -> Iterator[str]:
     if a.reference.name == "ema" and model.lora_rank:
         yield (

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import numpy.typing as npt
 
+from kitae.kept_sets import KeptSets, joined_sets
 from kitae.types import ExpertArray, FloatArray, IntArray, Sample, SampleKey
 
 Column = npt.NDArray[np.float32]
@@ -56,6 +57,7 @@ class Row:
     lengths: tuple[int, ...]  # loss tokens of each sample
     observed: tuple[Observed, ...] = ()  # samples whose single tokens somebody wants to see
     experts_TLK: ExpertArray | None = None  # what a pass shall choose in its L layers that mix; NO_RECORD: its own
+    kept_N: KeptSets | None = None  # the tokens over which log-probs are normalised; None: all
 
     @staticmethod
     def empty() -> "Row":
@@ -220,6 +222,7 @@ def lay_out(samples: Sequence[Sample], share_prompts: bool = True, observed: Col
         lengths=tuple(s.loss_tokens for s in samples),
         observed=_observed(samples, observed) if observed else (),
         experts_TLK=_experts(samples, layout),
+        kept_N=joined_sets([(s.kept and s.kept[s.mask_T], s.loss_tokens) for s in samples]),
     )
 
 

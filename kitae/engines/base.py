@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from kitae.engines.constraint import Constraint
+from kitae.kept_sets import KeptSets, joined_sets
 from kitae.store.columns import joined
-from kitae.types import ExpertArray, FinishReason, FloatArray
+from kitae.types import ExpertArray, FinishReason, FloatArray, Segment
 
 if TYPE_CHECKING:  # they need torch, and who only talks to an engine does not
     from kitae.weights.base import Manifest
@@ -54,23 +55,39 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """Tokens of a response, each with its log-prob and the policy version that sampled it, as the engine gave them."""
+    """Tokens of a response, each with its log-prob and the policy version that sampled it, as the engine gave them.
+
+    kept: what each could have been, where that was asked for (`Request.keeps`) and is not the whole vocabulary.
+    """
 
     tokens: Sequence[int] = ()
     logprobs: Sequence[float] = ()
     versions: Sequence[int] = ()
+    kept: KeptSets | None = None
+
+    @staticmethod
+    def of(turn: Segment) -> "Sampled":
+        return Sampled(turn.tokens, turn.logprobs, turn.versions, turn.kept)
+
+    def segment(self, experts: ExpertArray | None = None) -> Segment:
+        return Segment("model", self.tokens, self.logprobs, self.versions, experts=experts, kept=self.kept)
 
     def after(self, count: int) -> "Sampled":
-        return Sampled(self.tokens[count:], self.logprobs[count:], self.versions[count:])
+        return self._cut(slice(count, None))
 
     def until(self, count: int) -> "Sampled":
-        return Sampled(self.tokens[:count], self.logprobs[:count], self.versions[:count])
+        return self._cut(slice(count))
+
+    def _cut(self, part: slice) -> "Sampled":
+        kept = None if self.kept is None else self.kept[part]
+        return Sampled(self.tokens[part], self.logprobs[part], self.versions[part], kept)
 
     def then(self, news: "Sampled") -> "Sampled":
         return Sampled(
             joined(self.tokens, news.tokens),
             joined(self.logprobs, news.logprobs),
             joined(self.versions, news.versions),
+            joined_sets([(self.kept, len(self.tokens)), (news.kept, len(news.tokens))]),
         )
 
 
@@ -89,6 +106,7 @@ class Request:
     engine may keep its cache until then.
     experts_from: the first position for which the caller wants the experts that a mixture chose; None: no experts.
     prior_experts: the experts of the prior tokens from that position on; the completion's experts begin with them.
+    keeps: the caller wants to know what each token could have been (`Completion.kept`), to train on it.
     """
 
     id: str
@@ -100,6 +118,7 @@ class Request:
     session: str = ""
     experts_from: int | None = None
     prior_experts: ExpertArray | None = field(default=None, compare=False, repr=False)
+    keeps: bool = False
 
 
 def rollout_of(name: str) -> tuple[int, int]:
@@ -124,6 +143,7 @@ class Completion:
     None: nobody asked, or the engine does not record experts, or has lost them.
     proof: sketches of the states that the tokens were drawn from (`kitae.engines.proof`), but for prior tokens. None:
     the engine makes none, or has lost them.
+    kept: the tokens that each could have been; None: nobody asked, or all of the vocabulary.
     """
 
     id: str
@@ -133,10 +153,18 @@ class Completion:
     finish: FinishReason
     experts: ExpertArray | None = field(default=None, compare=False, repr=False)
     proof: FloatArray | None = field(default=None, compare=False, repr=False)
+    kept: KeptSets | None = None
+
+    @staticmethod
+    def of(
+        id: str, sampled: Sampled, finish: FinishReason, experts: ExpertArray | None = None,
+        proof: FloatArray | None = None,
+    ) -> "Completion":  # fmt: skip
+        return Completion(id, sampled.tokens, sampled.logprobs, sampled.versions, finish, experts, proof, sampled.kept)
 
     @property
     def sampled(self) -> Sampled:
-        return Sampled(self.tokens, self.logprobs, self.versions)
+        return Sampled(self.tokens, self.logprobs, self.versions, self.kept)
 
 
 @dataclass(frozen=True, slots=True)

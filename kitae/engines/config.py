@@ -17,8 +17,21 @@ class SamplingConfig(Section):
     """How training rollouts are sampled."""
 
     temperature: float = Field(1.0, gt=0, description="Log-probs of engine and trainer are both taken at it.")
+    top_p: float = Field(
+        1.0,
+        gt=0,
+        le=1,
+        description="Nucleus sampling. The trainer's log-probs are over the tokens that the engine kept.",
+    )
+    top_k: int = Field(0, ge=0, description="Keep only the k likeliest tokens; 0: all.")
+    min_p: float = Field(0.0, ge=0, lt=1, description="Drop tokens less likely than this share of the likeliest.")
     max_tokens: int = Field(64, ge=1, description="Most tokens in one response.")
     stop: tuple[str, ...] = Field((), description="Strings that end a response.")
+
+    @property
+    def truncates(self) -> bool:
+        """Whether tokens are left out."""
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
 
 class ProofConfig(Section):

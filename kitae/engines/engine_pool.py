@@ -355,7 +355,7 @@ class EnginePool(WorkerPool[Engine]):
 def _ended(request: Request, ending: Ending) -> Completion:
     """A request that no engine works on ends with what it has."""
     prior = request.prior
-    return Completion(request.id, prior.tokens, prior.logprobs, prior.versions, ending, request.prior_experts)
+    return Completion.of(request.id, prior, ending, request.prior_experts)
 
 
 def _add(past: EngineStats, more: EngineStats) -> EngineStats:

@@ -50,8 +50,7 @@ class Flight(Generic[H]):
             self.future.set_result(result)
 
     def complete(self, sampled: Sampled, finish: FinishReason, experts: ExpertArray | None = None) -> None:
-        found = sampled.tokens, sampled.logprobs, sampled.versions
-        self.settle(Completion(self.request.id, *found, finish, experts))
+        self.settle(Completion.of(self.request.id, sampled, finish, experts))
 
     def end_early(self, ending: Ending) -> None:
         """With what it has."""
@@ -59,8 +58,7 @@ class Flight(Generic[H]):
 
     def ended(self, ending: Ending) -> Completion:
         """What it has, as the end of it."""
-        has = self.progress()
-        return Completion(self.request.id, has.tokens, has.logprobs, has.versions, ending)
+        return Completion.of(self.request.id, self.progress(), ending)
 
 
 class Ledger(Generic[H]):

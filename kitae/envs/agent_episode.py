@@ -195,7 +195,7 @@ class AgentEpisode(RunningEpisode):
             gone.set_result(None)
             if self._pending.get(context) is gone:  # an equal request that came later may have replaced it
                 del self._pending[context]
-        answer = Answer(context, Sampled(segment.tokens, segment.logprobs, segment.versions), finish, turn)
+        answer = Answer(context, Sampled.of(segment), finish, turn)
         self._latest[context] = answer
         self._places.append((conversation, len(conversation.segments) - 1))
         self._turns += 1
@@ -233,12 +233,13 @@ class AgentEpisode(RunningEpisode):
             share=f"{on.label}/{self._group}" if not self._turns else "",
             session=f"{on.label}/{self._group}/{self._index}/{position.conversation.number}",
             experts_from=on.experts_from(position.conversation.chain(), self._index),
+            keeps=on.keeps(self._index),
         )
         with on.waiting("the engine", request.id):
             done = await on.engine.generate(request)
         if done.finish == "suspended":
             raise Suspended
-        return Segment("model", done.tokens, done.logprobs, done.versions, experts=done.experts), done.finish
+        return done.sampled.segment(done.experts), done.finish
 
     @property
     def _tokens_left(self) -> int:

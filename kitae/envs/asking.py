@@ -31,6 +31,7 @@ def unjudged(episodes: Episodes) -> Episodes:
         limits=limits,
         running=Running(),
         experts=False,
+        trains=False,
     )
 
 

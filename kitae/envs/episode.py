@@ -102,8 +102,8 @@ class Episode(RunningEpisode):
         turn = self._recorded[0] if self._recorded else Segment("model", (), (), ())
         ended = self._recorded_finish(turn)
         if ended is None:
-            done = await self._generate(Sampled(turn.tokens, turn.logprobs, turn.versions), turn.experts)
-            turn, ended = Segment("model", done.tokens, done.logprobs, done.versions, experts=done.experts), done.finish
+            done = await self._generate(Sampled.of(turn), turn.experts)
+            turn, ended = done.sampled.segment(done.experts), done.finish
         elif not self._has_all_experts(turn):
             turn = replace(turn, experts=None)
         if ended == "suspended" and not turn.tokens:
@@ -163,6 +163,7 @@ class Episode(RunningEpisode):
             session=f"{on.label}/{self._group}/{self._index}" if on.limits.turns > 1 else "",
             experts_from=on.experts_from(self._chain, self._index),
             prior_experts=prior_experts,
+            keeps=on.keeps(self._index),
         )
         self.asking = request.id
         try:
@@ -322,13 +323,12 @@ class Episode(RunningEpisode):
         segments, finish, end, known = list(self._segments), self._finish, self._length, 0
         if news.tokens:
             known = self.copied_of_turn
-            segments.append(Segment("model", news.tokens, news.logprobs, news.versions))
+            segments.append(news.segment())
             finish, end = "suspended", end + known + len(news.tokens)
         elif segments and segments[-1].source == "model":
             last = segments.pop()
             known = max(0, self._copied - (end - len(last.tokens)))
-            news = Sampled(last.tokens, last.logprobs, last.versions).after(known)
-            segments.append(Segment("model", news.tokens, news.logprobs, news.versions, experts=last.experts))
+            segments.append(Sampled.of(last).after(known).segment(last.experts))
         if end - self._copied < max(1, least):
             return None
         self._copied = end

@@ -69,6 +69,7 @@ class EpisodeContext:
 
     verifier: None if the environment gives all rewards. waiting: entered around each wait, with what is waited for and
     the id of the rollout. experts: whether the engine should return the experts that it chooses (mixture models).
+    trains: whether somebody learns from the rollouts, and so must know what their tokens could have been.
     """
 
     engine: Engine
@@ -82,6 +83,7 @@ class EpisodeContext:
     waiting: Callable[[str, str], AbstractContextManager[None]] = lambda what, which: nullcontext()
     running: Running = field(default_factory=Running)
     experts: bool = False
+    trains: bool = False
 
     def make(self, prompt: Prompt) -> Environment | Agent:
         """Make an environment. If that raises, the returned environment fails when it is started."""
@@ -96,6 +98,10 @@ class EpisodeContext:
         """The position from which the engine should return experts for a request on this chain; None: no experts are
         needed, as for greedy responses, which are not trained on."""
         return chain.unrouted if self.experts and index != GREEDY else None
+
+    def keeps(self, index: int) -> bool:
+        """Whether the engine should return what each token of this sample could have been."""
+        return self.trains and index != GREEDY
 
     async def close(self, environment: Environment | Agent, which: str) -> str:
         """Close an environment, with a time limit. Returns what went wrong, or ""."""

@@ -154,12 +154,17 @@ def episodes_of(
     sampling = SamplingParams(
         temperature=config.sampling.temperature,
         max_tokens=config.sampling.max_tokens,
+        top_p=config.sampling.top_p,
+        top_k=config.sampling.top_k,
+        min_p=config.sampling.min_p,
         stop_tokens=chat.stop_tokens,
         stop_strings=config.sampling.stop,
     )
     limits = limits_of(config.env, model.max_context)
     experts = config.algorithm.experts.routing == "engine"
-    return Episodes(engine, chat, verifier, world.make, sampling, config.run.seed, limits=limits, experts=experts)
+    return Episodes(
+        engine, chat, verifier, world.make, sampling, config.run.seed, limits=limits, experts=experts, trains=True
+    )
 
 
 def _context(rollout: Rollout, prompt: Prompt) -> Mapping[str, Any]:

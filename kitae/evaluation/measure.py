@@ -126,6 +126,7 @@ def suite_episodes(
         limits=limits,
         running=Running(),
         experts=False,
+        trains=False,
     )
 
 

@@ -14,7 +14,6 @@ from kitae.importers.command_lines import parse_flags, split_command
 from kitae.importers.sources import DataSource, count_rows
 from kitae.importers.translation import Joint, No, Nothing, Rule, To, Translation, whole
 
-_SAMPLING = "sampling for training draws from the whole distribution: the ratio to it would be wrong otherwise"
 _WHERE = "where, how fast, or with how much memory"
 
 RULES: dict[str, Rule] = {
@@ -45,7 +44,7 @@ RULES: dict[str, Rule] = {
     "reward.stop_properly_penalty_coef": Joint(),
     "rollout.batch_size": To("training.prompts_per_step", 1024),
     "rollout.n_samples_per_prompt": To("training.group_size", 1),
-    "rollout.temperature": To("sampling.temperature", 1.0), "rollout.top_p": No(_SAMPLING, (1, 1.0)),
+    "rollout.temperature": To("sampling.temperature", 1.0), "rollout.top_p": To("sampling.top_p", 1.0),
     "rollout.max_new_tokens": Joint(), "data.max_len": Joint(2048),
     "rollout.vllm_generate_batch_size": Nothing(_WHERE), "rollout.micro_batch_size": Nothing(_WHERE),
     "rollout.max_tokens_per_gpu": Nothing(_WHERE),

@@ -16,7 +16,6 @@ from kitae.importers.translation import Joint, No, Nothing, Rule, To, Translatio
 
 _O, _T = "orchestrator", "trainer"
 _ALGO = f"{_O}.train.algo"
-_SAMPLING = "sampling for training draws from the whole distribution: the ratio to it would be wrong otherwise"
 _WHERE = "where, how fast, or with how much memory"
 
 RULES: dict[str, Rule] = {
@@ -29,8 +28,8 @@ RULES: dict[str, Rule] = {
     f"{_O}.max_off_policy_steps": To("pipeline.max_staleness", 8),
     f"{_O}.train.sampling.temperature": To("sampling.temperature", 1.0),
     f"{_O}.train.sampling.max_completion_tokens": Joint(), f"{_O}.train.sampling.max_tokens": Joint(),
-    **all_of(f"{_O}.train.sampling.top_p {_O}.train.sampling.top_k {_O}.train.sampling.min_p",
-             No(_SAMPLING, (None, 1, 1.0, -1, 0))),
+    f"{_O}.train.sampling.top_p": To("sampling.top_p", 1.0), f"{_O}.train.sampling.min_p": To("sampling.min_p", 0.0),
+    f"{_O}.train.sampling.top_k": To("sampling.top_k", None, lambda k: max(0, k)),
     f"{_O}.train.sampling.extra_body": No("requests have no further fields", (None, {})),
     f"{_O}.train.source": Joint(), f"{_O}.train.env": Joint(), f"{_O}.env": Joint(),
     f"{_ALGO}.type": Joint("grpo"), f"{_ALGO}.loss_aggregation": Joint("token"),

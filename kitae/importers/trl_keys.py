@@ -7,7 +7,7 @@ from kitae.importers.translation import Joint, No, Nothing, Rule, Rules, To, all
 TRAINERS = {"grpo": "rl", "rloo": "rl", "sft": "sft", "dpo": "dpo", "kto": "kto", "reward": "reward"}
 """The kind of run that each trainer is."""
 
-_SAMPLING = "sampling for training draws from the whole distribution: the ratio to it would be wrong otherwise"
+_SAMPLING = "the trainer's log-probs are those of the logits as they are"
 _ENGINE = "Kitae's own engine samples; engine.kind = 'vllm' with engine.server uses yours (docs/servers.md)"
 
 _EVERY: Rules = {
@@ -91,7 +91,8 @@ _GENERATION: Rules = {
     "beta": Joint(0.0), "epsilon": Joint(0.2), "epsilon_high": Joint(), "use_vllm": Joint(False),
     "mask_truncated_completions": Joint(False),
     "sync_ref_model": Joint(False), "ref_model_mixup_alpha": Joint(0.6), "ref_model_sync_steps": Joint(512),
-    "top_p": No(_SAMPLING, (None, 1, 1.0)), "top_k": No(_SAMPLING, (None, 0, -1)), "min_p": No(_SAMPLING, (None, 0)),
+    "top_p": To("sampling.top_p", 1.0), "top_k": To("sampling.top_k", None, lambda k: max(0, k)),
+    "min_p": To("sampling.min_p", None),
     "repetition_penalty": No(_SAMPLING, (None, 1, 1.0)), "generation_kwargs": No(_SAMPLING, (None, {})),
     "chat_template_kwargs": No("the template is rendered as it is", (None, {})),
     "environment_factory": Joint(),

@@ -4,7 +4,6 @@ from kitae.importers.translation import Joint, No, Nothing, Rule, To, all_of, tr
 
 _A, _R, _M = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 _C = "algorithm.rollout_correction"
-_SAMPLING = "sampling for training draws from the whole distribution: the ratio to it would be wrong otherwise"
 _ENGINE = "Kitae's own engine samples; engine.kind = 'vllm' or 'sglang' with engine.server uses yours (docs/servers.md)"
 
 RULES: dict[str, Rule] = {
@@ -69,7 +68,7 @@ RULES: dict[str, Rule] = {
     f"{_C}.rollout_is_batch_normalize": No("weights are not divided by their mean"),
     "critic.optim.lr": Joint(1e-5), "critic.cliprange_value": Joint(0.5), "trainer.critic_warmup": Joint(0),
     f"{_R}.n": To("training.group_size", 1), f"{_R}.temperature": To("sampling.temperature", 1.0),
-    f"{_R}.top_p": No(_SAMPLING, (None, 1, 1.0)), f"{_R}.top_k": No(_SAMPLING, (None, -1, 0)),
+    f"{_R}.top_p": To("sampling.top_p", 1.0), f"{_R}.top_k": To("sampling.top_k", None, lambda k: max(0, k)),
     f"{_R}.response_length": Nothing("data.max_response_length says it"),
     f"{_R}.do_sample": No("training samples", (True,)),
     f"{_R}.ignore_eos": No("a response ends where the model ends it"),

@@ -8,15 +8,20 @@ fp32.
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from kitae.errors import DataError
+from kitae.kept_sets import KeptSets
 from kitae.kernels.allocation import gradient_of
 from kitae.kernels.devices import training_kernels
 from kitae.kernels.exact.exact_products import product
+from kitae.kernels.transfer import send
 
 _LOWEST = -1e30  # lower bound of log-probs, as 0 times infinity is not a number
+EXCLUDED = -1e30  # logits of tokens that cannot be drawn: finite, so a block of them is no nonsense to a kernel
+_ROWS = 256  # of logits whose excluded columns are found at a time, without a kernel
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,15 +67,51 @@ class Head:
         return replace(self, weight=self.weight[:rows], bias=None if self.bias is None else self.bias[:rows])
 
 
+@dataclass(frozen=True, slots=True)
+class KeptColumns:
+    """The columns of logits that count, row by row: `set_N` is the row of `bits` (`KeptSets.bits`) of each."""
+
+    set_N: Tensor
+    bits: Tensor
+
+    @classmethod
+    def of(cls, sets: KeptSets, device: torch.device) -> "KeptColumns":
+        numbers, bits = sets.numbers.astype(np.int64), sets.bits()
+        return cls(send(numbers % len(bits), device), send(bits.view(np.int32), device))
+
+    def __getitem__(self, rows: slice | Tensor) -> "KeptColumns":
+        return KeptColumns(self.set_N[rows], self.bits)
+
+    def exclude_others(self, logits: Tensor) -> Tensor:
+        """Write a log-prob of nothing over all other columns of `[N, V]`, in place."""
+        places = torch.arange(32, dtype=torch.int32, device=logits.device)
+        for i in range(0, len(logits), _ROWS):
+            own = self.bits[self.set_N[i : i + _ROWS]]
+            out = (own[:, :, None] >> places & 1 == 0).flatten(1)[:, : logits.shape[1]]
+            logits[i : i + _ROWS, : out.shape[1]].masked_fill_(out, EXCLUDED)
+        return logits
+
+
 def token_logprobs(
-    head: Head, hidden_NH: Tensor, targets_N: Tensor, *, temperature: float, chunk: int, entropy_grad: bool = False
+    head: Head,
+    hidden_NH: Tensor,
+    targets_N: Tensor,
+    *,
+    temperature: float,
+    chunk: int,
+    entropy_grad: bool = False,
+    kept: KeptColumns | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`(logp_N, entropy_N)` at the sampling temperature. Entropy carries no gradient unless `entropy_grad`."""
+    """`(logp_N, entropy_N)` at the sampling temperature. Entropy carries no gradient unless `entropy_grad`.
+
+    kept: both are of the distribution over these columns alone, renormalised.
+    """
     if targets_N.device.type == "cpu":  # on a GPU the check would wait for the device
         _check_targets(targets_N, len(head.weight))
     result: tuple[Tensor, Tensor] = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden_NH, head.weight, head.bias, targets_N, head.transform, 1.0 / temperature, chunk, entropy_grad, head.exact
-    )
+        hidden_NH, head.weight, head.bias, targets_N, head.transform, 1.0 / temperature, chunk, entropy_grad,
+        head.exact, kept,
+    )  # fmt: skip
     return result
 
 
@@ -95,6 +136,7 @@ class _TokenLogprobs(torch.autograd.Function):
         chunk: int,
         entropy_grad: bool,
         exact: bool,
+        kept: KeptColumns | None,
     ) -> tuple[Tensor, Tensor]:
         rows = hidden.shape[0]
         logp, lse, entropy = (torch.empty(rows, dtype=torch.float32, device=hidden.device) for _ in range(3))
@@ -103,10 +145,10 @@ class _TokenLogprobs(torch.autograd.Function):
             part = slice(i, i + chunk)
             logits = chunk_logits(hidden[part], weight, bias, buffer, exact)
             logp[part], lse[part], entropy[part] = _row_statistics(
-                logits, targets[part], transform, inverse_temperature
+                logits, targets[part], transform, inverse_temperature, kept and kept[part]
             )
         ctx.save_for_backward(hidden, weight, bias, targets, lse, entropy)
-        ctx.rest = (transform, inverse_temperature, chunk, entropy_grad, exact)
+        ctx.rest = (transform, inverse_temperature, chunk, entropy_grad, exact, kept)
         ctx.last = buffer  # the logits of the last chunk
         if not entropy_grad:
             ctx.mark_non_differentiable(entropy)
@@ -115,7 +157,7 @@ class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, lse, entropy = ctx.saved_tensors
-        transform, inverse_temperature, chunk, entropy_grad, exact = ctx.rest
+        transform, inverse_temperature, chunk, entropy_grad, exact, columns = ctx.rest
         grad_logp = grads[0].contiguous()
         grad_entropy = grads[1].contiguous() if entropy_grad else None
         needs_weight, needs_bias = ctx.needs_input_grad[1], ctx.needs_input_grad[2]
@@ -140,6 +182,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 None if grad_entropy is None else grad_entropy[part],
                 transform,
                 inverse_temperature,
+                columns and columns[part],
             )
             torch.mm(dlogits, weight, out=dhidden[part])
             if dweight is not None:
@@ -150,7 +193,7 @@ class _TokenLogprobs(torch.autograd.Function):
             dhidden,
             None if dweight is into or dweight is None else dweight.to(weight.dtype),
             None if dbias is None or bias is None else dbias.to(bias.dtype),
-            None, None, None, None, None, None,
+            None, None, None, None, None, None, None,
         )  # fmt: skip
 
 
@@ -173,13 +216,21 @@ def chunk_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, buffer: Te
 
 
 def _row_statistics(
-    logits: Tensor, targets: Tensor, transform: HeadTransform, inverse_temperature: float
+    logits: Tensor,
+    targets: Tensor,
+    transform: HeadTransform,
+    inverse_temperature: float,
+    kept: KeptColumns | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Log-prob of the target, log of the normaliser and entropy of each row."""
     kernels = training_kernels(logits.device, logits.dtype)
     if transform == HeadTransform() and kernels is not None:
+        if kept is not None:
+            kept.exclude_others(logits)
         return kernels.row_statistics(logits, targets, inverse_temperature)
     scaled = transform(logits.float()) * inverse_temperature  # the logits stay unchanged
+    if kept is not None:
+        scaled = kept.exclude_others(scaled.clone())
     lse = torch.logsumexp(scaled, -1)
     logp = scaled.gather(1, targets[:, None])[:, 0] - lse
     probs = (scaled - lse[:, None]).exp_()
@@ -195,6 +246,7 @@ def _row_gradients(
     grad_entropy: Tensor | None,
     transform: HeadTransform,
     inverse_temperature: float,
+    kept: KeptColumns | None = None,
 ) -> Tensor:
     """Gradient with respect to the head's raw output, in its dtype.
 
@@ -202,9 +254,12 @@ def _row_gradients(
     """
     kernels = training_kernels(logits.device, logits.dtype)
     if transform == HeadTransform() and kernels is not None:
+        if kept is not None:
+            kept.exclude_others(logits)
         return kernels.row_gradients(logits, targets, lse, entropy, grad_logp, grad_entropy, inverse_temperature)
     transformed = transform(logits.float())
-    logp = (transformed * inverse_temperature - lse[:, None]).clamp(min=_LOWEST)
+    logp = transformed * inverse_temperature - lse[:, None]
+    logp = (logp if kept is None else kept.exclude_others(logp)).clamp(min=_LOWEST)
     probs = logp.exp()
     grad = -probs * grad_logp[:, None]
     grad.scatter_add_(1, targets[:, None], grad_logp[:, None])

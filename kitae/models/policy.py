@@ -10,7 +10,7 @@ from torch.distributed import ProcessGroup
 from kitae.errors import ModelError
 from kitae.models.agreement import check_pauses, gap
 from kitae.models.attention_seam import AttentionCall, AttentionContext, SelfAttention, keywords
-from kitae.models.logprobs import Head, HeadTransform, token_logprobs
+from kitae.models.logprobs import Head, HeadTransform, KeptColumns, token_logprobs
 from kitae.models.parts import context_of, decoder_of, setting
 from kitae.models.pass_context import by_thread
 from kitae.models.state_seam import MixerCall, States, limit_steps, mixers_of
@@ -107,16 +107,19 @@ class Policy(torch.nn.Module):
         temperature: float,
         chunk: int,
         entropy_grad: bool = False,
+        kept: KeptColumns | None = None,
         also: Callable[[Head, Tensor], Tensor] | None = None,
     ) -> tuple[Tensor, ...]:
         """`(logp_N, entropy_N)` of the tokens `target_N`, which the states of the row at `source_N` predict.
+
+        kept: the tokens that they are over; None: the vocabulary.
 
         also: computes something else from the head and these states; its result comes third.
         """
         hidden_NH = self.hidden(tokens_T, positions_T, context)[source_N]
         head = self.output
         found = token_logprobs(
-            head, hidden_NH, target_N, temperature=temperature, chunk=chunk, entropy_grad=entropy_grad
+            head, hidden_NH, target_N, temperature=temperature, chunk=chunk, entropy_grad=entropy_grad, kept=kept
         )
         return found if also is None else (*found, also(head, hidden_NH))
 

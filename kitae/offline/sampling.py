@@ -181,7 +181,9 @@ async def sample_groups(
     policy = load_policy(config.model, config.run.seed)
     engine = await start_engine(EngineOrder(config.model, config.engine, policy=policy))
     try:
-        episodes = replace(episodes_of(config, engine, verifier, world, ModelFacts.of(policy)), label="sample")
+        episodes = replace(
+            episodes_of(config, engine, verifier, world, ModelFacts.of(policy)), label="sample", trains=False
+        )
         async with asyncio.TaskGroup() as tasks:
             for _ in range(min(total, 1 + 2 * config.engine.max_batch // n)):
                 tasks.create_task(work(episodes))

@@ -6,7 +6,8 @@ may lose the last commits, never one before `sync` returned; a checkpoint is mad
 
     prompts   what was asked, by group id; the slot of the buffer it was issued into, and the version served then
     rollouts  what was sampled and how it was scored; tokens, log-probs and versions exactly as the engine gave them, or
-              where they lie in files beside the journal (`kitae.store.columns`); its experts, where they are wanted
+              where they lie in files beside the journal (`kitae.store.columns`); its experts, where they are wanted,
+              and what its tokens could have been, where sampling left something out
     suspended    what was sampled of responses that are not complete, in pieces: each has the tokens from `start` on
     fates     what became of each group, one row per group, never two: trained at a step; sampled and dropped with a
               reason; or skipped with a reason, without having been sampled to the end
@@ -44,6 +45,7 @@ from kitae.store.journal_rows import (
     filed_length,
     filed_text,
     files_of,
+    kept_to_blob,
     last_of_piece,
     messages_of_text,
     messages_to_text,
@@ -68,13 +70,13 @@ CREATE TABLE IF NOT EXISTS rollouts (
     prompt_tokens BLOB NOT NULL, chains TEXT NOT NULL, tokens BLOB NOT NULL, logprobs BLOB NOT NULL,
     versions BLOB NOT NULL, finish TEXT NOT NULL, text TEXT NOT NULL,
     value REAL, outcome TEXT NOT NULL, components TEXT NOT NULL, detail TEXT NOT NULL, status TEXT NOT NULL,
-    transcript TEXT NOT NULL, experts BLOB NOT NULL,
+    transcript TEXT NOT NULL, experts BLOB NOT NULL, kept BLOB NOT NULL,
     PRIMARY KEY (group_id, sample)) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS suspended (
     group_id INTEGER NOT NULL, sample INTEGER NOT NULL, start INTEGER NOT NULL, seal BLOB NOT NULL,
     prompt_tokens BLOB NOT NULL, chains TEXT NOT NULL, tokens BLOB NOT NULL, logprobs BLOB NOT NULL,
     versions BLOB NOT NULL, finish TEXT NOT NULL, transcript TEXT NOT NULL, experts BLOB NOT NULL,
-    PRIMARY KEY (group_id, sample, start)) WITHOUT ROWID;
+    kept BLOB NOT NULL, PRIMARY KEY (group_id, sample, start)) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS fates (
     group_id INTEGER PRIMARY KEY, seal BLOB NOT NULL, step INTEGER NOT NULL, fate TEXT NOT NULL,
     reason TEXT NOT NULL);
@@ -111,8 +113,8 @@ def _adding(table: str, columns: int, how: str = "INSERT") -> str:
 
 
 _ADD_PROMPT = _adding("prompts", 8)
-_ADD_ROLLOUT = _adding("rollouts", 16)
-_ADD_PIECE = _adding("suspended", 11)
+_ADD_ROLLOUT = _adding("rollouts", 17)
+_ADD_PIECE = _adding("suspended", 12)
 _ADD_FATE = _adding("fates", 4)
 _ADD_EVENT = _adding("events", 3)
 _PUT_META = _adding("meta", 2, how="INSERT OR REPLACE")
@@ -429,7 +431,7 @@ class Journal:
         """What there is of incomplete rollouts. Their finish is "suspended" where the last turn has not ended."""
         rows = self._rows("suspended", "WHERE group_id = ? ORDER BY sample, start", (group,))
         found: dict[int, Rollout] = {}
-        for _, sample, start, *piece, finish, transcript, experts in rows:
+        for _, sample, start, *piece, finish, transcript, experts, kept in rows:
             known = sum(len(s.tokens) for s in found[sample].segments) if sample in found else 0
             if start != known:
                 raise CorruptError(f"{self.path}: of sample {sample} of group {group}, a piece from {known} is missing")
@@ -447,10 +449,11 @@ class Journal:
                     "suspended",
                     transcript,
                     experts,
+                    kept,
                 )
                 found[sample] = rollout_of_row(row, self.columns)
             else:
-                found[sample] = extended(found[sample], last_of_piece(piece, experts, self.columns), finish)
+                found[sample] = extended(found[sample], last_of_piece(piece, experts, kept, self.columns), finish)
         return list(found.values())
 
     def pending(self) -> list[PendingSlot]:
@@ -725,7 +728,8 @@ def _newest(chains: str, versions: bytes) -> float:
 
 
 def _suspend(r: Rollout) -> list[Statement]:
-    piece = (r.group, r.index, 0, *rollout_to_row(r)[2:8], messages_to_text(r.transcript), experts_to_blob(r.segments))
+    beside = messages_to_text(r.transcript), experts_to_blob(r.segments), kept_to_blob(r.segments)
+    piece = (r.group, r.index, 0, *rollout_to_row(r)[2:8], *beside)
     return [
         ("DELETE FROM suspended WHERE group_id = ? AND sample = ?", (r.group, r.index)),
         (_ADD_PIECE, piece),
@@ -737,4 +741,4 @@ def _extend(r: Rollout, known: int) -> list[Statement]:
     *before, last = r.segments
     start = sum(len(s.tokens) for s in before) + known
     piece = (r.group, r.index, start, b"", json.dumps([[0, [shape_of(last)]]]), *arrays_of([last]), r.finish, "")
-    return [(_ADD_PIECE, (*piece, experts_to_blob([last])))]
+    return [(_ADD_PIECE, (*piece, experts_to_blob([last]), kept_to_blob([last])))]

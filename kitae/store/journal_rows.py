@@ -1,6 +1,7 @@
 """Rollouts as rows of the journal, and back: what a row says itself, and what it says lies in files."""
 
 import json
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from kitae.errors import StoreError
+from kitae.kept_sets import KeptSets, joined_sets
 from kitae.store.columns import ColumnFiles, LazyColumn, StoredText, joined, record_of, stretches_of
 from kitae.types import Chain, FinishReason, Message, Rollout, Runs, Score, Segment, ToolCall
 from kitae.workers.frames import pack_frame, unpack_frame
@@ -28,6 +30,7 @@ def rollout_to_row(r: Rollout) -> tuple[Any, ...]:
         r.status,
         messages_to_text(r.transcript),
         experts_to_blob(r.segments),
+        kept_to_blob(r.segments),
     )
 
 
@@ -73,15 +76,22 @@ def experts_to_blob(segments: Sequence[Segment]) -> bytes:
     return pack_frame({}, known) if known else b""
 
 
+def kept_to_blob(segments: Sequence[Segment]) -> bytes:
+    """As `experts_to_blob`."""
+    known = [(number, s.kept) for number, s in enumerate(segments) if s.kept is not None]
+    named = {f"{number}/{name}": array for number, kept in known for name, array in kept.to_arrays().items()}
+    return zlib.compress(pack_frame({}, named), 1) if named else b""
+
+
 def messages_to_text(messages: Sequence[Message]) -> str:
     return json.dumps([asdict(m) for m in messages])
 
 
 def rollout_of_row(row: tuple[Any, ...], files: ColumnFiles) -> Rollout:
     group, sample, prompts, shapes, tokens, logprobs, versions, finish, text, *rest = row
-    value, outcome, components, detail, status, transcript, experts = rest
+    value, outcome, components, detail, status, transcript, experts, kept = rest
     all_prompts = np.frombuffer(prompts, dtype=np.int32).tolist()
-    values = _Values(tokens, logprobs, versions, experts, files)
+    values = _Values(tokens, logprobs, versions, experts, kept, files)
     chains = []
     read = 0
     for prompt, segments, *role in json.loads(shapes):
@@ -97,24 +107,30 @@ def rollout_of_row(row: tuple[Any, ...], files: ColumnFiles) -> Rollout:
 class _Values:
     """The columns of a row, segment after segment."""
 
-    def __init__(self, tokens: bytes, logprobs: bytes, versions: bytes, experts: bytes, files: ColumnFiles) -> None:
+    def __init__(
+        self, tokens: bytes, logprobs: bytes, versions: bytes, experts: bytes, kept: bytes, files: ColumnFiles
+    ) -> None:
         kinds = (np.int32, np.float32, np.int32)
         self._columns = [np.frombuffer(b, k).tolist() for b, k in zip((tokens, logprobs, versions), kinds, strict=True)]
         self._experts: Mapping[str, Any] = unpack_frame(experts).arrays if experts else {}
+        self._kept: Mapping[str, Any] = unpack_frame(zlib.decompress(kept)).arrays if kept else {}
         self._files = files
         self._start = self._number = 0
 
     def segment(self, source: Any, length: int, told: Any = None, runs: Any = (), record: Any = None) -> Segment:
         """The next one, by its shape."""
-        experts = self._experts.get(str(self._number))
+        experts, own = self._experts.get(str(self._number)), f"{self._number}/"
+        mine = {name.removeprefix(own): array for name, array in self._kept.items() if name.startswith(own)}
+        kept = KeptSets.of_arrays(mine)
         reward, *named = told if isinstance(told, list) else [told]
         self._number += 1
         if record is not None:
-            return Segment(source, *self._files.lazy(stretches_of(record)), Runs(runs), reward, experts, *named)
+            lazy = self._files.lazy(stretches_of(record))
+            return Segment(source, *lazy, Runs(runs), reward, experts, kept, *named)
         part = slice(self._start, self._start + length)
         self._start += length
         tokens, logprobs, versions = (tuple(column[part]) for column in self._columns)
-        return Segment(source, tokens, logprobs, versions, reward, experts, *named)
+        return Segment(source, tokens, logprobs, versions, reward, experts, kept, *named)
 
 
 def _only_text(segments: Sequence[Segment]) -> StoredText | None:
@@ -138,10 +154,10 @@ def versions_of(chains: str, blob: bytes) -> set[int]:
     return found
 
 
-def last_of_piece(piece: Sequence[Any], experts: bytes, files: ColumnFiles) -> Segment:
+def last_of_piece(piece: Sequence[Any], experts: bytes, kept: bytes, files: ColumnFiles) -> Segment:
     """What a piece adds to the last segment."""
     _, shapes, tokens, logprobs, versions = piece
-    return _Values(tokens, logprobs, versions, experts, files).segment(*json.loads(shapes)[0][1][0])
+    return _Values(tokens, logprobs, versions, experts, kept, files).segment(*json.loads(shapes)[0][1][0])
 
 
 def extended(r: Rollout, more: Segment, finish: FinishReason) -> Rollout:
@@ -153,6 +169,7 @@ def extended(r: Rollout, more: Segment, finish: FinishReason) -> Rollout:
         logprobs=joined(last.logprobs, more.logprobs),
         versions=joined(last.versions, more.versions),
         experts=last.experts if more.experts is None else more.experts,
+        kept=joined_sets([(last.kept, len(last.tokens)), (more.kept, len(more.tokens))]),
     )
     return replace(r, chains=(*chains, replace(chain, segments=(*segments, grown))), finish=finish)
 
@@ -171,7 +188,7 @@ def filed_text(chains: str, files: ColumnFiles) -> str:
     """What a rollout said whose row has no text; nothing where it cannot be read: whoever opens it gets the reason."""
     shapes = [shape for _, segments, *_ in json.loads(chains) for shape in segments]
     found = _only_text(
-        [_Values(b"", b"", b"", b"", files).segment(*shape) for shape in shapes if len(shape) > _IN_FILES]
+        [_Values(b"", b"", b"", b"", b"", files).segment(*shape) for shape in shapes if len(shape) > _IN_FILES]
     )
     try:
         return str(found or "") if len(shapes) == 1 else ""

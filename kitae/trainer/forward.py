@@ -12,6 +12,7 @@ from torch import Tensor
 from kitae.data.packing import Observed, Row, Span, lay_out, pack
 from kitae.kernels.transfer import send
 from kitae.models.attention_seam import AttentionContext
+from kitae.models.logprobs import KeptColumns
 from kitae.models.pass_context import carried_on
 from kitae.models.policy import Policy
 from kitae.models.scalar import ScalarModel
@@ -37,6 +38,7 @@ class MicroBatch:
     sequences: int
     observed: tuple[Observed, ...] = ()
     experts_TLK: Tensor | None = None
+    kept: KeptColumns | None = None
 
     @classmethod
     def of(cls, row: Row, device: torch.device, columns: Collection[str] | None = None) -> "MicroBatch":
@@ -54,6 +56,7 @@ class MicroBatch:
             sequences=len(row.lengths),
             observed=row.observed,
             experts_TLK=None if row.experts_TLK is None else send(row.experts_TLK, device),
+            kept=None if row.kept_N is None else KeptColumns.of(row.kept_N, device),
         )
 
 
@@ -122,7 +125,8 @@ class Pass:
             self._own_n = part.own_n
             columns = {name: values_N[part.own_n] for name, values_N in micro.columns.items()}
             source_n, target_n = micro.source_N[part.own_n], micro.target_N[part.own_n]
-            self.own = replace(micro, source_N=source_n, target_N=target_n, columns=columns)
+            kept = micro.kept and micro.kept[part.own_n]
+            self.own = replace(micro, source_N=source_n, target_N=target_n, columns=columns, kept=kept)
 
     def whole(self, *values: Tensor) -> tuple[Tensor, ...]:
         """The values of all loss tokens of the row, from those that were computed here."""

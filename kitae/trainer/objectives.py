@@ -66,6 +66,7 @@ class PolicyScorer:
             temperature=self._temperature,
             chunk=self._chunk,
             entropy_grad=entropy_grad,
+            kept=read.own.kept,
             also=None if divergence is None else divergence(read.own),
         )
         return read.whole(*(row for each in found for row in (each if each.dim() > 1 else [each])))

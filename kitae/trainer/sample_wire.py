@@ -10,6 +10,7 @@
 
 A column holds the tokens after the prompt, the mask, the weights of the loss tokens, or a column that a loss reads. A
 value that is the same over all tokens of a response (advantage, weight, score, most versions) is sent once, as a run.
+What each token could have been travels as `KeptSets.to_arrays`, of all tokens of all samples, where any sample has it.
 What lies in files (`kitae.store.columns`) is read by the rank; the header has the folder and the file names.
 
 Conditions of a batch and numbers of a step travel in the same frames.
@@ -24,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from kitae.algorithms.control import Coefficients, Signal
+from kitae.kept_sets import KeptSets, joined_sets
 from kitae.observe.meter import Key, Kind, Sum, Totals
 from kitae.store.columns import Filed, LazyColumn, column_files
 from kitae.trainer.base import Conditions, Mark
@@ -57,6 +59,8 @@ def samples_to_wire(rows: Sequence[Sequence[Sample]], observed: Collection[Sampl
     }
     for name, column in columns.items():
         arrays |= column.arrays(name)
+    kept = joined_sets([(s.kept, s.length) for s in samples])
+    arrays |= {} if kept is None else kept.to_arrays()
     watched = [list(s.key) for s in samples if s.key in observed]
     files = {"folder": places.folder, "files": list(places.files)}
     return {"rows": [len(row) for row in rows], "columns": list(columns), "observed": watched, **files}, arrays
@@ -69,8 +73,14 @@ def samples_of_wire(header: Header, arrays: Mapping[str, Array]) -> tuple[list[l
     table = arrays["samples"].tolist()
     places = _Places(header["folder"], {name: number for number, name in enumerate(header["files"])})
     columns = {name: _received(name, arrays, len(table), places) for name in header["columns"]}
+    kept, ends = KeptSets.of_arrays(arrays), np.cumsum([0, *(numbers[4] for numbers in table)]).tolist()
     samples = iter(
-        _sample(numbers, prompts[numbers[3]], {name: found[n] for name, found in columns.items()})
+        _sample(
+            numbers,
+            prompts[numbers[3]],
+            {name: found[n] for name, found in columns.items()},
+            kept and kept[ends[n] : ends[n + 1]],
+        )
         for n, numbers in enumerate(table)
     )
     rows = [[next(samples) for _ in range(count)] for count in header["rows"]]
@@ -96,7 +106,9 @@ def _at_loss(values: LazyArray, s: Sample) -> list[Any]:
     return found or [np.zeros(0, dtype=np.float32)]
 
 
-def _sample(numbers: Sequence[int], prompt: Array, columns: Mapping[str, "Array | None"]) -> Sample:
+def _sample(
+    numbers: Sequence[int], prompt: Array, columns: Mapping[str, "Array | None"], kept: KeptSets | None
+) -> Sample:
     group, index, chain, _, length = numbers
     tokens, mask_T, weight_N = columns[_TOKENS], columns[_MASK], columns[_WEIGHT]
     assert tokens is not None and mask_T is not None and weight_N is not None
@@ -113,6 +125,7 @@ def _sample(numbers: Sequence[int], prompt: Array, columns: Mapping[str, "Array 
         blank.spread(weight_N),
         {name: blank.spread(values_N) for name, values_N in own.items()},
         chain,
+        kept=kept,
     )
 
 

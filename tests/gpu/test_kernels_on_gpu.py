@@ -379,7 +379,8 @@ def test_sampling_inverts_the_distribution(vocabulary: int, dtype: torch.dtype) 
     state[:, decoding.INVERSE] = torch.from_numpy(inverse)
     state[9, decoding.ACTIVE] = 0
     uniform = sampler.uniforms(seeds, list(range(count)))
-    tokens, _ = sampler.sample(logits, [SamplingParams(t) for t in temperatures], uniform, kernels=None)
+    draws = [sampler.RowDraw(SamplingParams(t)) for t in temperatures]
+    tokens, *_ = sampler.sample(logits, draws, uniform, kernels=None)
     state[8, decoding.STOP + 3] = tokens[8]
     device_state = state.cuda()
     out = decoding.sample(logits, device_state).cpu()

@@ -21,12 +21,14 @@ import torch
 from kitae.engines.base import Capabilities, Completion, EngineStats, Request, Sampled, WeightUpdate
 from kitae.engines.config import EngineConfig
 from kitae.engines.native.choose_runner import make_runner
+from kitae.engines.native.grammars import Grammars
 from kitae.engines.native.ngram_speculation import DRAFT_TOKENS
 from kitae.engines.native.page_cache import PAGE_SIZE, KVCache, PagePool
 from kitae.engines.native.runner import ModelRunner, Result
 from kitae.engines.native.scheduler import Scheduler
 from kitae.engines.native.sequence import Decoding, Sketch
 from kitae.errors import EngineError, RequestError
+from kitae.kept_sets import KeptLog
 from kitae.kernels.allocation import dismiss_team, return_freed_memory
 from kitae.models.adapters import Adapter
 from kitae.models.policy import Policy
@@ -99,6 +101,7 @@ class NativeEngine:
             PagePool(self.cache.states.slots) if self.cache.states else None,
             self.cache.slot_pages,
         )
+        self._grammars = Grammars(policy.tokenizer, policy.vocabulary)
         self.runner = self._make_runner()
         self._launched: deque[_Launched] = deque()
         self._steps_since_prompts = 0
@@ -131,8 +134,21 @@ class NativeEngine:
         limit = min(request.sampling.max_tokens, self.policy.max_context - len(request.prompt_tokens))
         prior = request.prior
         sampled = list(prior.tokens), list(prior.logprobs), list(prior.versions)
+        constraint, following = request.sampling.constraint, None
+        if constraint is not None:
+            begin, stops = self._grammars.begin, request.sampling.stop_tokens
+            following = await asyncio.to_thread(begin, constraint, stops, prior.tokens)
+        kept = KeptLog(self.policy.vocabulary, prior.kept, len(prior.tokens)) if request.keeps else None
         sequence = Decoding(
-            request, request.seed, limit, done, *sampled, experts=request.prior_experts, adapter=adapter
+            request,
+            request.seed,
+            limit,
+            done,
+            *sampled,
+            experts=request.prior_experts,
+            adapter=adapter,
+            kept=kept,
+            following=following,
         )
         self._commands.put(_Command(lambda: self._add(sequence), at_rest=False))
         try:
@@ -210,8 +226,7 @@ class NativeEngine:
             raise RequestError(
                 f"request {request.id!r}: max_tokens must be at least 1, got {request.sampling.max_tokens}"
             )
-        if unknown := request.sampling.shaped:
-            raise RequestError(f"request {request.id!r}: this engine cannot follow {', '.join(unknown)}")
+        self._check_shape(request)
         if len(request.prior.tokens) >= min(request.sampling.max_tokens, context - length):
             raise RequestError(f"request {request.id!r}: there is nothing left to sample after its prior tokens")
         highest = max(request.prompt_tokens)
@@ -219,6 +234,21 @@ class NativeEngine:
             raise RequestError(
                 f"request {request.id!r}: token ids must be in 0…{self.policy.vocabulary - 1}, got {highest}"
             )
+
+    def _check_shape(self, request: Request) -> None:
+        s = request.sampling
+        if s.penalised and request.keeps:
+            raise RequestError(
+                f"request {request.id!r}: an answer that is trained on must have {', '.join(s.penalised)} off: the "
+                "trainer's log-probs would be those of other logits"
+            )
+        if not s.repetition_penalty > 0:
+            raise RequestError(
+                f"request {request.id!r}: repetition_penalty must be above 0, got {s.repetition_penalty}"
+            )
+        rows = self.policy.vocabulary
+        if wrong := [token for token, _ in s.logit_bias if not 0 <= token < rows]:
+            raise RequestError(f"request {request.id!r}: tokens of logit_bias must be in 0…{rows - 1}, got {wrong[0]}")
 
     # The engine's thread.
 
@@ -308,8 +338,10 @@ class NativeEngine:
         while len(self._launched) > left:
             step = self._launched.popleft()
             rows = step.sequences if step.width == 1 else [s for s in step.sequences for _ in range(step.width)]
-            for sequence, token, logprob, sketch in zip(rows, *step.result(), strict=True):
+            for sequence, token, logprob, sketch, kept in zip(rows, *step.result(), strict=True):
                 if token >= 0 and (step.width == 1 or not self._has_ended(sequence)):
+                    if sequence.kept is not None:
+                        sequence.kept.add(kept)
                     self._append(sequence, token, logprob, sketch, step.version)
 
     def _has_ended(self, sequence: Decoding) -> bool:
@@ -323,8 +355,17 @@ class NativeEngine:
         sequence.logprobs.append(logprob)
         sequence.versions.append(version)
         self.generated += 1
-        sampling = sequence.request.sampling
-        if token in sampling.stop_tokens or (sampling.stop_strings and self._ends_in_stop_string(sequence)):
+        sampling, following = sequence.request.sampling, sequence.following
+        if following is not None:
+            following.take(token)
+        if following is not None and following.fault:
+            self.scheduler.remove(sequence)
+            sequence.done(RequestError(f"request {sequence.request.id!r}: {following.fault}"))
+        elif (
+            (following is not None and following.over and not sampling.stop_tokens)
+            or token in sampling.stop_tokens
+            or (sampling.stop_strings and self._ends_in_stop_string(sequence))
+        ):
             self._finish(sequence, "stop")
         elif len(sequence.tokens) >= sequence.limit:
             self._finish(sequence, "length")

@@ -28,12 +28,19 @@ from numpy.typing import NDArray
 from torch import Tensor
 from triton.errors import TritonError
 
-from kitae.engines.base import SamplingParams
 from kitae.engines.native import sampler
 from kitae.engines.native.gpu_decoder import GpuDecoder
 from kitae.engines.native.page_cache import Kept, KVCache
 from kitae.engines.native.paged_attention import ExactAttention, PrefillAttention
-from kitae.engines.native.runner import Drawn, ModelRunner, Result, accepted, refuse_float8, require_finite
+from kitae.engines.native.runner import (
+    Draws,
+    ModelRunner,
+    Result,
+    StepTokens,
+    accepted,
+    refuse_float8,
+    require_finite,
+)
 from kitae.engines.native.scheduler import Admission
 from kitae.engines.native.sequence import Decoding
 from kitae.engines.proof import SKETCH, sketch
@@ -147,7 +154,12 @@ class CudaRunner(ModelRunner):
         return self.decoder.hidden(tokens_T, positions_T, slots_T, context, write)
 
     def _sample(
-        self, logits: Tensor, sequences: list[Decoding], hidden: Tensor, later: list[int] | None = None
+        self,
+        logits: Tensor,
+        sequences: list[Decoding],
+        hidden: Tensor,
+        later: list[int] | None = None,
+        draws: Draws | None = None,
     ) -> Result:
         """First tokens: the same kernels as in a step, on rows that are uploaded later."""
         return self._read(self.draw(logits, hidden, self._send(_rows(sequences))), logits, sequences)
@@ -173,7 +185,7 @@ class CudaRunner(ModelRunner):
     def width(self, running: list[Decoding]) -> int:
         batch = bucket(max(1, len(running)))
         most = min(1 + self.draft_tokens, max(self.cheap_rows // batch, min(2, self.speculative_rows // batch)))
-        if most < 2 or any(sampler.is_filtered(s.request.sampling) for s in running):  # the host draws for these
+        if most < 2 or any(not s.is_plain for s in running):  # the host draws for these
             return 1
         return most
 
@@ -198,7 +210,7 @@ class CudaRunner(ModelRunner):
             log.warning("%s: no speculative decoding, its kernels do not fit this GPU: %s", self.policy.source, error)
             self.draft_tokens = 0
             alone = self.decode(running)
-            return lambda: accepted([[0]] * len(running), width, *alone())
+            return lambda: accepted([[0]] * len(running), width, alone())
         return self._read(out, self.logits, [s for s in running for _ in range(width)])
 
     def _share(self, width: int) -> bool:
@@ -254,33 +266,36 @@ class CudaRunner(ModelRunner):
         host.copy_(out, non_blocking=True)
         arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
         arrived.record()
+        shaped = [i for i, s in enumerate(sequences) if not s.is_plain]
+        draws = self.prepare([sequences[i] for i in shaped])  # while the device computes
 
-        def result() -> Drawn:
+        def result() -> StepTokens:
             arrived.synchronize()
             tokens, floats = host[0, : len(sequences)].numpy(), host[1:, : len(sequences)].numpy().view(np.float32)
             logprobs = floats[0]
             require_finite(bool(np.isfinite(logprobs[tokens >= 0]).all()))
             sketches = [()] * len(sequences) if self.directions is None else floats[1:].T.tolist()
-            drawn = tokens.tolist(), logprobs.tolist(), sketches
-            self._sample_filtered(sequences, logits, *drawn[:2])
+            drawn = StepTokens(tokens.tolist(), logprobs.tolist(), sketches, [None] * len(sequences))
+            self._sample_shaped(sequences, shaped, logits, draws, drawn)
             return drawn
 
         return result
 
-    def _sample_filtered(
-        self, sequences: list[Decoding], logits: Tensor, tokens: list[int], logprobs: list[float]
+    def _sample_shaped(
+        self, sequences: list[Decoding], rows: list[int], logits: Tensor, draws: Draws, drawn: StepTokens
     ) -> None:
-        """Draw again for rows with top-k, top-p or min-p. Their rows of the state are uploaded anew."""
-        rows = [i for i, s in enumerate(sequences) if sampler.is_filtered(s.request.sampling) and tokens[i] >= 0]
+        """Draw again for rows with top-k, top-p or min-p, penalties or a constraint. Their rows of the state are
+        uploaded anew."""
         if not rows:
             return
         picked = [sequences[i] for i in rows]
         uniform = sampler.uniforms([s.seed for s in picked], [len(s.tokens) for s in picked])
-        params = [s.request.sampling for s in picked]
-        draw = sampler.sample_exact if self.policy.exact else sampler.sample
-        drawn, logps = draw(logits[torch.tensor(rows, device=self.device)], params, uniform, kernels=None)
-        for i, s, token, logp in zip(rows, picked, drawn.tolist(), logps.tolist(), strict=True):
-            tokens[i], logprobs[i] = token, logp
+        own = logits[torch.tensor(rows, device=self.device)]
+        again = sampler.sample(own, draws(), uniform, kernels=None, exact=self.policy.exact)
+        told = zip(rows, picked, again.tokens.tolist(), again.logprobs.tolist(), again.kept, strict=True)
+        for i, s, token, logp, kept in told:
+            if drawn.tokens[i] >= 0:
+                drawn.tokens[i], drawn.logprobs[i], drawn.kept[i] = token, logp, kept
             self._forget(s)
 
     def _forget(self, sequence: Decoding) -> None:
@@ -302,7 +317,7 @@ class CudaRunner(ModelRunner):
         self._pages = [self._pages[old] if old >= 0 else 0 for old in source]
         self._rows = list(running)
         self._shared = None
-        self.ahead = 0 if any(_needs_host(s.request.sampling) for s in running) else 1
+        self.ahead = 0 if any(_needs_host(s) for s in running) else 1
         if new:
             self.state[self._send(np.array(new))] = self._send(_rows([running[row] for row in new]))
         self.state[count:, decoding.ACTIVE] = 0
@@ -518,6 +533,7 @@ def _rows(sequences: list[Decoding]) -> NDArray[np.int64]:
     return state
 
 
-def _needs_host(params: SamplingParams) -> bool:
+def _needs_host(sequence: Decoding) -> bool:
     """Whether the device alone cannot tell the next token, or the end."""
-    return sampler.is_filtered(params) or bool(params.stop_strings) or len(params.stop_tokens) > decoding.STOPS
+    params = sequence.request.sampling
+    return not sequence.is_plain or bool(params.stop_strings) or len(params.stop_tokens) > decoding.STOPS

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import numpy as np
 import torch
@@ -17,17 +17,29 @@ from kitae.engines.native.sequence import Decoding, Sketch
 from kitae.engines.native.state_cache import Follows, PromptStates, StepStates
 from kitae.engines.proof import directions, sketch
 from kitae.errors import EngineError
+from kitae.kept_sets import Words
 from kitae.kernels.devices import decoding_kernels
 from kitae.kernels.exact.exact_attention import Reach
 from kitae.models.adapters import Adapter, RowAdapters, using
 from kitae.models.policy import Policy
 from kitae.models.routing import is_router, routers_of, watch_routing
 
-Drawn = tuple[list[int], list[float], list[Sketch]]
-# Waits for tokens, log-probs and sketches of the states that they were drawn from (empty ones where none are wanted),
-# one of each for every row. The token is -1 in a row of a sequence that had ended before, and in that of a rejected
-# draft.
-Result = Callable[[], Drawn]
+
+class StepTokens(NamedTuple):
+    """What a step gave, one of each for every row; the token is -1 in a row of a sequence that had ended before, and in
+    that of a rejected draft.
+
+    sketches: of the states that the tokens were drawn from, kept: the sets; empty and None where none are wanted.
+    """
+
+    tokens: list[int]
+    logprobs: list[float]
+    sketches: list[Sketch]
+    kept: list[Words | None]
+
+
+Result = Callable[[], StepTokens]
+Draws = Callable[[], list[sampler.RowDraw]]  # waits for what decides the token of each row
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +116,7 @@ class ModelRunner:
             states.copy([a for a, _ in admission.branches], [b for _, b in admission.branches])
             self._compute(tails)
         if not admission.fresh:
-            return lambda: ([], [], [])
+            return lambda: StepTokens([], [], [], [])
         prefixes = list(dict.fromkeys(s.prefix for s in admission.fresh))
         row_of = {id(prefix): row for row, prefix in enumerate(prefixes)}
         hidden = torch.stack([p.hidden for p in prefixes if p and p.hidden is not None])
@@ -175,10 +187,11 @@ class ModelRunner:
         if self.cache.states:
             slots_B = torch.tensor([s.slot for s, _ in rows], device=self.device)
             self._step_states = StepStates(self.cache.states, slots_B)
+        draws = self.prepare([s for s, _ in rows], [i for _, i in rows])
         with using(self.adapters.of([s.adapter for s, _ in rows])):
             hidden = self._decode_states(tokens_B, lengths_B, torch.from_numpy(table).to(self.device))
-        drawn = self._sample(self._logits(hidden), [s for s, _ in rows], hidden, [i for _, i in rows])
-        return drawn if width == 1 else lambda: accepted(texts, width, *drawn())
+        drawn = self._sample(self._logits(hidden), [s for s, _ in rows], hidden, [i for _, i in rows], draws)
+        return drawn if width == 1 else lambda: accepted(texts, width, drawn())
 
     def _decode_states(self, tokens_B: Tensor, lengths_B: Tensor, table: Tensor) -> Tensor:
         size, last_B = self.cache.page_size, lengths_B.long() - 1
@@ -213,38 +226,59 @@ class ModelRunner:
     def _logits(self, hidden_BH: Tensor) -> Tensor:
         return self.policy.logits(hidden_BH)
 
+    def prepare(self, sequences: Sequence[Decoding], later: Sequence[int] | None = None) -> Draws:
+        """Begin to find out what decides the token of each row, beside the pass of the model."""
+        rows = list(zip(sequences, later or [0] * len(sequences), strict=True))
+        followed = [(s.following, ahead) for s, ahead in rows if s.following is not None]
+        masks = followed[0][0].grammars.masks(followed) if followed else None
+
+        def draws() -> list[sampler.RowDraw]:
+            found = iter(masks() if masks is not None else ())
+            return [
+                sampler.RowDraw(s.request.sampling)
+                if s.is_plain
+                else s.draw(ahead, None if s.following is None else next(found))
+                for s, ahead in rows
+            ]
+
+        return draws
+
     def _sample(
-        self, logits: Tensor, sequences: list[Decoding], hidden: Tensor, later: list[int] | None = None
+        self,
+        logits: Tensor,
+        sequences: list[Decoding],
+        hidden: Tensor,
+        later: list[int] | None = None,
+        draws: Draws | None = None,
     ) -> Result:
-        """later: for each row, how many tokens it is ahead of its sequence."""
+        """later: for each row, how many tokens it is ahead of its sequence. draws: what was prepared."""
         places = [len(s.tokens) + i for s, i in zip(sequences, later or [0] * len(sequences), strict=True)]
         uniform = sampler.uniforms([s.seed for s in sequences], places)
-        params = [s.request.sampling for s in sequences]
-        draw = sampler.sample_exact if self.policy.exact else sampler.sample
-        tokens, logprobs = draw(logits, params, uniform, kernels=self.kernels)
-        require_finite(bool(torch.isfinite(logprobs).all()))
+        draws = draws or self.prepare(sequences, later)
+        drawn = sampler.sample(logits, draws(), uniform, kernels=self.kernels, exact=self.policy.exact)
+        require_finite(bool(torch.isfinite(drawn.logprobs).all()))
         sketches = [()] * len(sequences) if self.directions is None else sketch(hidden, self.directions).tolist()
-        done = tokens.tolist(), logprobs.tolist(), sketches
+        done = StepTokens(drawn.tokens.tolist(), drawn.logprobs.tolist(), sketches, drawn.kept)
         return lambda: done
 
 
-def accepted(
-    texts: list[list[int]], width: int, drawn: list[int], logprobs: list[float], sketches: list[Sketch]
-) -> Drawn:
+def accepted(texts: list[list[int]], width: int, drawn: StepTokens) -> StepTokens:
     """The draws of `width` rows for each text, of which the first token is known and the others are drafts.
 
     What is drawn after a rejected draft is no token: it becomes -1.
     """
-    tokens, kept, shown, row = list[int](), list[float](), list[Sketch](), 0
+    found, row = StepTokens([], [], [], []), 0
     for text in texts:
         right = 1
-        while right < len(text) and drawn[row + right - 1] == text[right]:
+        while right < len(text) and drawn.tokens[row + right - 1] == text[right]:
             right += 1
-        tokens += [*drawn[row : row + right], *[-1] * (width - right)]
-        kept += [*logprobs[row : row + right], *[0.0] * (width - right)]
-        shown += [*sketches[row : row + right], *[()] * (width - right)]
+        part, rejected = slice(row, row + right), width - right
+        found.tokens.extend([*drawn.tokens[part], *[-1] * rejected])
+        found.logprobs.extend([*drawn.logprobs[part], *[0.0] * rejected])
+        found.sketches.extend([*drawn.sketches[part], *[()] * rejected])
+        found.kept.extend([*drawn.kept[part], *[None] * rejected])
         row += len(text)
-    return tokens, kept, shown
+    return found
 
 
 def refuse_float8(policy: Policy, decoder: str) -> NoReturn:

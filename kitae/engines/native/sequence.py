@@ -7,7 +7,10 @@ import numpy as np
 from torch import Tensor
 
 from kitae.engines.base import Completion, Request, Sampled
+from kitae.engines.native.grammars import Following
 from kitae.engines.native.ngram_speculation import NgramDrafts
+from kitae.engines.native.sampler import RowDraw, is_shaped
+from kitae.kept_sets import KeptLog, Words
 from kitae.models.adapters import Adapter
 from kitae.types import ExpertArray, FinishReason, FloatArray
 
@@ -64,7 +67,8 @@ class Decoding:
     swapped: the sequence's own pages while it is preempted, if the host had room for them. experts: those of positions
     from `request.experts_from` on, as they were chosen before the pages were given back; a second computation rounds
     otherwise, and may choose others. sketches: of the states that its own tokens were drawn from, where proofs are
-    wanted. drafts: the text from which the host drafts tokens, once it has been asked to.
+    wanted. drafts: the text from which the host drafts tokens, once it has been asked to; drafted: those of the last
+    step. kept: what the tokens could have been, where the request wants to know. following: its constraint, if any.
     """
 
     request: Request
@@ -81,7 +85,20 @@ class Decoding:
     experts: ExpertArray | None = None
     sketches: list[Sketch] = field(default_factory=list)
     drafts: NgramDrafts | None = None
+    drafted: list[int] = field(default_factory=list)
     adapter: Adapter | None = None
+    kept: KeptLog | None = None
+    following: Following | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether its tokens are drawn from the whole vocabulary, by the logits as they are."""
+        return self.following is None and not is_shaped(self.request.sampling)
+
+    def draw(self, ahead: int = 0, allowed: Words | None = None) -> RowDraw:
+        """What decides its next token, or the one that comes after so many drafts."""
+        answer = (*self.tokens, *self.drafted[:ahead])
+        return RowDraw(self.request.sampling, self.request.prompt_tokens, answer, allowed, self.request.keeps)
 
     @property
     def key(self) -> PrefixKey:
@@ -107,7 +124,10 @@ class Decoding:
         if self.drafts is None:
             self.drafts = NgramDrafts(self.request.prompt_tokens)
         self.drafts.extend(self.tokens[len(self.drafts) - self.prompt_length :])
-        return self.drafts.draft(min(count, self.limit - len(self.tokens) - 1))
+        self.drafted = self.drafts.draft(min(count, self.limit - len(self.tokens) - 1))
+        if self.following is not None:
+            self.drafted = self.following.drafted = self.following.keep_valid(self.drafted)
+        return self.drafted
 
     def progress(self, known: int = 0) -> Sampled:
         """What the request could be continued from, after the first `known` tokens.
@@ -118,9 +138,10 @@ class Decoding:
 
     def between(self, start: int, stop: int) -> Sampled:
         part = slice(start, stop)
-        return Sampled(tuple(self.tokens[part]), tuple(self.logprobs[part]), tuple(self.versions[part]))
+        kept = None if self.kept is None else self.kept.between(start, stop)
+        sampled = tuple(self.tokens[part]), tuple(self.logprobs[part]), tuple(self.versions[part])
+        return Sampled(*sampled, kept if kept is not None and kept.any else None)
 
     def completion(self, finish: FinishReason) -> Completion:
-        sampled = tuple(self.tokens), tuple(self.logprobs), tuple(self.versions)
         proof: FloatArray | None = np.array(self.sketches, np.float32) if self.sketches else None
-        return Completion(self.request.id, *sampled, finish, self.experts, proof)
+        return Completion.of(self.request.id, self.between(0, len(self.tokens)), finish, self.experts, proof)

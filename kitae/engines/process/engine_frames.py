@@ -12,6 +12,7 @@ import numpy as np
 
 from kitae.engines.base import Request, Sampled, SamplingParams
 from kitae.engines.constraint import Constraint
+from kitae.kept_sets import KeptSets
 from kitae.store.columns import LazyColumn, Stretch, column_files, record_of, stretches_of
 from kitae.types import ExpertArray, Runs
 from kitae.workers.frames import Array, Frame
@@ -20,29 +21,37 @@ Wire = tuple[dict[str, Any], dict[str, Array]]  # header and arrays
 
 
 def sampled_to_wire(sampled: Sampled, experts: ExpertArray | None = None) -> Wire:
-    """Experts travel as numbers in any case."""
+    """Experts and kept sets travel as numbers in any case."""
     header, arrays = _parts(sampled)
+    if sampled.kept is not None:
+        arrays = arrays | sampled.kept.to_arrays()
     return header, arrays if experts is None else {**arrays, "experts": experts}
 
 
-def kept(folder: Path, stretches: tuple[Stretch, ...], versions: Runs) -> Sampled:
+def filed(folder: Path, stretches: tuple[Stretch, ...], versions: Runs, kept: KeptSets | None) -> Sampled:
     """What lies in a folder, unread."""
-    return Sampled(*column_files(folder).lazy(stretches), versions)
+    return Sampled(*column_files(folder).lazy(stretches), versions, kept)
 
 
 def request_to_wire(request: Request) -> Wire:
     names = {"id": request.id, "share": request.share, "session": request.session}
-    sampling = {"seed": request.seed, "sampling": asdict(request.sampling), "experts_from": request.experts_from}
+    sampling = {
+        "seed": request.seed,
+        "sampling": asdict(request.sampling),
+        "experts_from": request.experts_from,
+        "keeps": request.keeps,
+    }
     place, arrays = sampled_to_wire(request.prior, request.prior_experts)
     return {**names, **sampling, **place}, {"prompt": np.asarray(request.prompt_tokens, np.int64), **arrays}
 
 
 def sampled_of(frame: Frame) -> Sampled:
+    kept = KeptSets.of_arrays(frame.arrays)
     if "folder" in frame.header:
         header = frame.header
-        return kept(Path(header["folder"]), stretches_of(header["stretches"]), Runs(header["versions"]))
+        return filed(Path(header["folder"]), stretches_of(header["stretches"]), Runs(header["versions"]), kept)
     tokens, logprobs, versions = (tuple(frame.arrays[n].tolist()) for n in ("tokens", "logprobs", "versions"))
-    return Sampled(tokens, logprobs, versions)
+    return Sampled(tokens, logprobs, versions, kept)
 
 
 def experts_of(frame: Frame) -> ExpertArray | None:
@@ -60,6 +69,7 @@ def request_of(frame: Frame) -> Request:
         prior=sampled_of(frame),
         experts_from=frame.header["experts_from"],
         prior_experts=experts_of(frame),
+        keeps=frame.header["keeps"],
     )
 
 

@@ -127,7 +127,7 @@ class EngineWorker(Served):
         filed = await asyncio.gather(*(self._columns.add(s.tokens, s.logprobs, text) for s, text in pairs))
         folder = self._columns.folder
         return [
-            engine_frames.kept(folder, ((place, 0, place.tokens),), Runs.of(s.versions))
+            engine_frames.filed(folder, ((place, 0, place.tokens),), Runs.of(s.versions), s.kept)
             for s, place in zip(sampled, filed, strict=True)
         ]
 

@@ -185,15 +185,7 @@ class ProcessEngine:
             except CallFailed as error:
                 raise EngineError(str(error)) from None
         sampled, experts = engine_frames.sampled_of(done), engine_frames.experts_of(done)
-        return Completion(
-            request.id,
-            sampled.tokens,
-            sampled.logprobs,
-            sampled.versions,
-            done.header["finish"],
-            experts,
-            done.arrays.get("proof"),
-        )
+        return Completion.of(request.id, sampled, done.header["finish"], experts, done.arrays.get("proof"))
 
     def _on_event(self, frame: Frame) -> None:
         """What a long response has so far."""

@@ -32,7 +32,7 @@ def test_the_interval_of_what_the_sampler_draws(temperature: float) -> None:
     hidden = torch.randn(600, 16)
     uniform = sampler.uniforms([7] * 600, list(range(600)))
     logits = head.transform(hidden @ head.weight.T + head.bias) / temperature
-    drawn, _ = sampler.sample(logits, [sampler.SamplingParams()] * 600, uniform, kernels=None)
+    drawn, *_ = sampler.sample(logits, [sampler.RowDraw(sampler.SamplingParams())] * 600, uniform, kernels=None)
     found = of_states(head, hidden, drawn, uniform.float(), 1 / temperature)
     assert found.shape == (1 + SKETCH, 600) and float(found[0].max()) < 1e-6
     torch.testing.assert_close(found[1:].T, sketch(hidden, directions(16, hidden.device)))

@@ -64,12 +64,12 @@ def test_every_key_has_a_line_and_the_recipe_is_valid(
 @pytest.mark.parametrize(
     ("name", "key", "outcome"),
     [
-        ("grpo_letters.py", "top_p", "refused"),
+        ("grpo_letters.py", "top_p", "mapped"),
         ("grpo_letters.py", "logging_steps", "nothing"),
         ("grpo_letters.py", "lr_scheduler_type", "default"),
         ("grpo_numbers.py", "use_vllm", "mapped"),
         ("grpo_numbers.py", "vllm_importance_sampling_mode", "default"),
-        ("verl_ppo.yaml", "actor_rollout_ref.rollout.top_p", "refused"),
+        ("verl_ppo.yaml", "actor_rollout_ref.rollout.top_p", "mapped"),
         ("verl_ppo.yaml", "trainer.critic_warmupp", "unknown"),
         ("verl_ppo.yaml", "actor_rollout_ref.actor.clip_ratio_c", "mapped"),
         ("openrlhf.sh", "reward.remote_ulr", "unknown"),

@@ -17,6 +17,7 @@ from kitae.engines.base import Completion, EngineStats, Request, SamplingParams
 from kitae.engines.config import EngineConfig
 from kitae.engines.native.engine import NativeEngine
 from kitae.errors import ConfigError, EngineError, ModelError
+from kitae.kept_sets import joined_sets
 from kitae.models.config import ModelConfig
 from kitae.models.exact import check
 from kitae.models.load import load_policy
@@ -67,7 +68,8 @@ def to_samples(asked: list[Request], done: list[Completion]) -> list[Sample]:
         mu = np.zeros(len(tokens), dtype=np.float32)
         mu[mask] = c.logprobs
         group, length = int(str(r.share)), len(r.prompt_tokens)
-        samples.append(Sample(group, i, tokens, length, mask, mu + 1, {"logp_mu": mu}))
+        kept = joined_sets([(None, length), (c.kept, len(c.tokens))])
+        samples.append(Sample(group, i, tokens, length, mask, mu + 1, {"logp_mu": mu}, kept=kept))
     return samples
 
 

@@ -99,10 +99,10 @@ def test_a_journal_without_room_for_them_is_refused(read_only: bool, tmp_path: P
     path = tmp_path / "journal.sqlite"
     Journal(path).close()
     connection = sqlite3.connect(path)
-    connection.execute("ALTER TABLE rollouts DROP COLUMN experts")
+    connection.execute("ALTER TABLE rollouts DROP COLUMN kept")
     connection.commit()
     connection.close()
     with pytest.raises(
-        StoreError, match="last column is 'experts', got 'transcript': another version of Kitae wrote it"
+        StoreError, match="last column is 'kept', got 'experts': another version of Kitae wrote it"
     ):
         Journal(path, read_only=read_only)
