@@ -41,6 +41,7 @@ async def be_server(model: str) -> None:
     from kitae.clients.addresses import address_of, listen
     from kitae.engines.config import EngineConfig
     from kitae.engines.native.engine import NativeEngine
+    from kitae.kernels.allocation import gc_frozen
     from kitae.models.config import ModelConfig
     from kitae.models.load import load_policy
     from kitae.serving.running_server import serving
@@ -52,7 +53,8 @@ async def be_server(model: str) -> None:
     taken = listen("127.0.0.1", 0)
     async with serving(app_of(policy, engine, scorer, ServerSettings("soak")), taken):
         print(address_of(taken, "127.0.0.1"), flush=True)
-        await asyncio.to_thread(sys.stdin.read)
+        with gc_frozen():
+            await asyncio.to_thread(sys.stdin.read)
         stats, pool = engine.stats(), engine.scheduler.pool
         open_files = len(list(Path("/proc/self/fd").iterdir()))
         held = {"running": stats.running, "waiting": stats.waiting, "tokens": stats.generated_tokens}

@@ -36,7 +36,16 @@ from kitae.engines.base import Sampled, stream_seed
 from kitae.serving.answers import AnswerRenderer, Asking, Choice, Speak, Teller
 from kitae.serving.api_keys import Account
 from kitae.serving.base import Answer, Ask, Model, OnTokens
-from kitae.serving.http_bodies import EventStream, Handler, Json, endpoint, json_response, place_of, unless_gone
+from kitae.serving.http_bodies import (
+    EventStream,
+    Handler,
+    Json,
+    end_tasks,
+    endpoint,
+    json_response,
+    place_of,
+    unless_gone,
+)
 from kitae.serving.kept_answers import KeptAnswers
 from kitae.serving.messages_bodies import CountBody
 from kitae.serving.prompt_reader import PromptReader, RequestReader
@@ -202,8 +211,7 @@ class ChatHandlers:
                     yield event
                 self._note(order, scope, waited, await working)
             finally:
-                working.cancel()
-                await asyncio.gather(working, return_exceptions=True)
+                await end_tasks(working)
 
     async def _tell_all(self, model: Model, teller: Teller, events: "asyncio.Queue[Json | None]") -> list[Answer]:
         try:
@@ -225,11 +233,10 @@ class ChatHandlers:
             return choice.answer
         telling, late = teller.stream(index), False
         asking = asyncio.current_task()
-        assert asking is not None
 
         def on_tokens(news: Sampled) -> None:
             nonlocal late
-            if events.qsize() >= _MOST_WAITING and not late:
+            if events.qsize() >= _MOST_WAITING and not late and asking is not None:
                 late = asking.cancel()
             for event in telling.add(news) if not late else ():
                 events.put_nowait(event)
@@ -241,6 +248,8 @@ class ChatHandlers:
                 raise
             message = f"at most {_MOST_WAITING} events of a stream may wait to be read, got more"
             raise Refused(message, 408, code="too_slow") from None
+        finally:
+            asking = None  # a task that its own frame holds is freed late
         for event in telling.end(answer):
             events.put_nowait(event)
         return answer

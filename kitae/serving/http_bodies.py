@@ -8,6 +8,7 @@ import json
 import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
+from traceback import clear_frames
 from typing import Any, TypeVar
 
 from starlette.datastructures import Headers
@@ -78,9 +79,34 @@ async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:
             raise GoneError
         return working.result()
     finally:
-        for task in (working, watching):
-            task.cancel()
-        await asyncio.gather(working, watching, return_exceptions=True)
+        await end_tasks(working, watching)
+
+
+async def end_tasks(*tasks: "asyncio.Future[Any]") -> None:
+    """Cancel tasks, wait for them, and forget where in the request they were cancelled."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)
+    for task in tasks:
+        try:
+            task.exception()
+        except asyncio.CancelledError as error:
+            forget_places(error)
+
+
+def forget_places(error: BaseException) -> None:
+    """Empty the frames in which an error was raised and passed on, and those of the errors behind it.
+
+    They hold the request and all that was made of it, and often the error or its task itself: a circle of megabytes
+    that only a full collection of garbage ends, which is rare.
+    """
+    waiting, seen = [error], set[int]()
+    while waiting:
+        one = waiting.pop()
+        seen.add(id(one))
+        clear_frames(one.__traceback__)
+        behind = (one.__cause__, one.__context__, *getattr(one, "exceptions", ()))
+        waiting += [other for other in behind if other is not None and id(other) not in seen]
 
 
 async def _wait_for_end(receive: Receive) -> None:
@@ -137,6 +163,7 @@ class EventStream(Response):
                 await _send_part(send, self._ends)
         except Exception as error:
             await _send_part(send, _event(self._failed(refusal_of(error))))
+            forget_places(error)
         await send({"type": "http.response.body", "body": b""})
 
 
@@ -184,6 +211,7 @@ def endpoint(handler: Handler, counters: Counters) -> Handler:
             response = Response(status_code=_GONE)
         except Exception as error:
             response = refusal_response(refusal_of(error), request.scope)
+            forget_places(error)
         counters.count(path, response.status_code, time.monotonic() - began, request.scope.get("account"))
         return response
 

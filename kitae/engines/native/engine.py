@@ -398,21 +398,21 @@ class NativeEngine:
         if self._closed or self._failure is not None:
             sequence.done(EngineError("the engine is closed"))
             return
-        plain_done = sequence.done
+        id, plain_done = sequence.request.id, sequence.done
 
-        def done(result: Completion | Exception) -> None:
-            self._sequences.pop(sequence.request.id, None)
+        def done(result: Completion | Exception) -> None:  # does not hold the sequence, which holds it
+            self._sequences.pop(id, None)
             plain_done(result)
 
         try:
-            if sequence.request.id in self._sequences:
-                raise RequestError(f"request id {sequence.request.id!r} is in flight already")
+            if id in self._sequences:
+                raise RequestError(f"request id {id!r} is in flight already")
             self.scheduler.add(sequence)
         except RequestError as error:
             plain_done(error)
             return
         sequence.done = done
-        self._sequences[sequence.request.id] = sequence
+        self._sequences[id] = sequence
 
     def _abort(self, request_id: str) -> None:
         if (sequence := self._sequences.get(request_id)) is not None:

@@ -1,15 +1,25 @@
 """How many connections a server has, and which of them it gives up."""
 
 import asyncio
+import gc
+import json
 import socket
 import time
+from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import uvicorn
 from uvicorn.server import ServerState
 
 from kitae.clients.addresses import listen
+from kitae.engines.config import EngineConfig
+from kitae.engines.native.engine import NativeEngine
+from kitae.models.policy import Policy
 from kitae.serving.running_server import Patience, bounded, serving
+from kitae.serving.server_settings import ServerSettings
+from kitae.serving.start_server import app_of
+from kitae.serving.text_scoring import TextScorer
 
 
 async def _slow(scope: object, receive: object, send: object) -> None:
@@ -142,3 +152,68 @@ def test_what_waits_for_clients_is_bounded_in_all() -> None:
                 writer.close()
 
     asyncio.run(body())
+
+
+LONG = {"prompt": "a", "max_tokens": 400, "ignore_eos": True, "n": 3}
+REQUESTS: dict[str, tuple[Any, float]] = {  # a body, and after how many seconds its client goes; 0: it waits
+    "whole": ({"prompt": "a", "max_tokens": 4, "n": 2}, 0),
+    "stream": ({"prompt": "a", "max_tokens": 4, "stream": True}, 0),
+    "scored": ({"prompt": "a", "max_tokens": 2, "logprobs": 2}, 0),
+    "gone": (LONG, 0.2),
+    "gone from a stream": ({**LONG, "stream": True}, 0.2),
+    "unknown field": ({"prompt": "a", "x": 1}, 0),
+    "out of bounds": ({"prompt": "a", "n": 129}, 0),
+    "no json": (b"{", 0),
+    "too long": ({"prompt": "word " * 40_000}, 0),
+    "too many": ({"prompt": ["x"] * 40_000}, 0),
+    "half a body": (b'{"prompt": "' + b"x" * 40_000, 0.2),
+}
+
+
+def test_nothing_of_a_request_waits_for_the_collector_of_garbage(tiny_policy: Callable[..., Policy]) -> None:
+    """A full collection is rare: what only it can free are megabytes for each refused body."""
+
+    async def ask(port: int, content: Any, leaves: float) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        body, missing = (content, 1) if isinstance(content, bytes) else (json.dumps(content).encode(), 0)
+        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close"
+        writer.write(f"{head}\r\nContent-Length: {len(body) + missing * bool(leaves)}\r\n\r\n".encode() + body)
+        if leaves:
+            await asyncio.sleep(leaves)
+        else:
+            assert (await reader.read()).startswith(b"HTTP/1.1 ")
+        writer.close()
+        await asyncio.sleep(0.1)
+
+    async def left_by(port: int, content: Any, leaves: float) -> list[str]:
+        gc.collect()
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        try:
+            await ask(port, content, leaves)
+            gc.collect()
+            found = [o for o in gc.garbage if isinstance(o, FrameType | asyncio.Future | BaseException)]
+            found += [o for o in gc.garbage if type(o).__module__.startswith("kitae")]
+            return [type(o).__qualname__ for o in found]
+        finally:
+            gc.set_debug(0)
+            gc.garbage.clear()
+
+    async def run() -> dict[str, list[str]]:
+        policy = tiny_policy()
+        engine, scorer = NativeEngine(policy, EngineConfig(memory_gb=0.01)), TextScorer(policy)
+        taken = listen("127.0.0.1", 0)
+        gc.disable()
+        try:
+            async with serving(app_of(policy, engine, scorer, ServerSettings("tiny")), taken):
+                for request in REQUESTS.values():
+                    await ask(taken.getsockname()[1], *request)  # what is kept for good is made now
+                gc.collect()
+                gc.freeze()
+                return {kind: await left_by(taken.getsockname()[1], *request) for kind, request in REQUESTS.items()}
+        finally:
+            gc.unfreeze()
+            gc.enable()
+            await scorer.close()
+            await engine.close()
+
+    assert asyncio.run(asyncio.wait_for(run(), 60)) == {kind: [] for kind in REQUESTS}
