@@ -24,6 +24,7 @@ time channels. `sandbox = "none"` covers nothing: it has the limits only, and th
 process.
 """
 
+import fcntl
 import functools
 import os
 import select
@@ -60,6 +61,7 @@ WARNING = 'sandbox = "none" runs code of the model with your rights, on your fil
 
 _START_LIMIT = 20.0  # seconds; a sandbox that is not ready by then never will be
 _LOOK = 0.1  # seconds between two checks of the clock while a sandbox is silent
+_PIPE_BYTES = 2**19
 _MAX_REPORT = 2**27  # bytes of one part of a report
 
 
@@ -82,6 +84,8 @@ class Session:
         self._buffer = bytearray()
         for fd in (self._orders, self._reports):
             os.set_blocking(fd, False)
+        with suppress(OSError):  # room for all of what runs inside: as many writes are as many turns of both processes
+            fcntl.fcntl(self._orders, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
 
     def send(self, frame: bytes, timeout: float = _START_LIMIT) -> None:
         """Send a frame to the warden. Raises `EOFError` if the sandbox has ended, or takes nothing for that long."""

@@ -3,7 +3,10 @@
 cell by cell.
 
 These modules are sent to a bare interpreter as code and not as files, so they import only each other and C modules that
-load fast. `MODULES` names them in an order in which they can be loaded.
+load fast. `MODULES` names those that every sandbox loads at once, in an order in which they can be loaded; `LATER` what
+one mode of a warden loads beside them. The tests' side is loaded after the fork: the candidate has none of it, and
+loads its own code meanwhile.
 """
 
-MODULES = ("usage", "wire", "candidate", "failures", "remotes", "port", "precautions", "checker", "console", "warden")
+MODULES = ("usage", "wire", "candidate", "warden")
+LATER = {"check": ("failures", "remotes", "port", "precautions", "checker"), "console": ("console",)}

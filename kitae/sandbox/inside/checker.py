@@ -127,7 +127,7 @@ def make_namespace(port: CheckerPort, job: Job, texts: list[str]) -> dict[str, A
     sys.modules[TESTS] = sys.modules["__main__"] = module = type(sys)(TESTS)  # unittest.main() looks there
     port.namespace = namespace = module.__dict__
     namespace["__builtins__"] = builtins
-    guarded = attend(port, texts)
+    guarded = attend(port, texts, bool(job["library"]))
     if job["prompt"]:
         try:
             exec(compile(job["prompt"], "prompt", "exec", dont_inherit=True), namespace)

@@ -67,8 +67,9 @@ def guarded_getattr(guard: Guard) -> Callable[..., Any]:
     return read
 
 
-def attend(port: CheckerPort, texts: list[str]) -> Any:
-    """Prepare this process for the tests. Returns the `getattr` that they use.
+def attend(port: CheckerPort, texts: list[str], library: bool) -> Any:
+    """Prepare this process for the tests. Returns the `getattr` that they use. library: whether they have modules
+    without importing them.
 
     From their first request on, whatever they compile, unpickle or load may be the candidate's. Every way to do that
     raises one of the interpreter's audit events, so it is refused there, whoever asks: eval, exec, timeit, a library.
@@ -76,10 +77,11 @@ def attend(port: CheckerPort, texts: list[str]) -> Any:
     """
     guard = Guard(port, texts)
     sys.addaudithook(guard.hear)
-    _guard_fields(guard)
+    text = "\n".join(texts)
+    if library or any(word in text for word in ("format", "attr", "import")):  # nothing else can read paths in texts
+        _guard_fields(guard)
     sys.unraisablehook = lambda lost: port.failures.note(lost.exc_value) if _is_of_tests(lost.exc_traceback) else None
     os.register_at_fork(before=lambda: setattr(port, "used", True))  # a fork's requests are not seen here
-    text = "\n".join(texts)
     for word, prepare in (
         ("seed", _share_seeds),
         ("unittest", _keep_failures),

@@ -10,14 +10,14 @@ candidate cannot find them.
 from __future__ import annotations
 
 import _signal  # type: ignore[import-not-found]
+import gc
 import marshal
 import os
+import resource
 import select
 import sys
 
 from kitae.sandbox.inside.candidate import compile_first, furnish, serve
-from kitae.sandbox.inside.checker import check
-from kitae.sandbox.inside.console import MARK, run_cells
 from kitae.sandbox.inside.usage import SCRATCH, Clock, Usage
 from kitae.sandbox.inside.wire import read_frame, write_frame
 
@@ -37,7 +37,8 @@ _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE = 1, 4
 _orders, _reports = 0, 1  # descriptors; `main` moves them
 
 
-def main() -> None:
+def main(load: Callable[[str], object]) -> None:
+    """load: the further modules of a mode."""
     global _orders, _reports
     _orders, _reports = os.dup(0), os.dup(1)  # no program that is started from here inherits these
     null = os.open(os.devnull, os.O_RDWR)
@@ -51,8 +52,9 @@ def main() -> None:
     _report("ready", "")
     os.dup2(null, 2)
     if order["mode"] == "check":
-        _check(order)
+        _check(order, load)
     elif order["mode"] == "console":
+        load("console")
         _run_console(order)
     else:
         _run(order)
@@ -99,7 +101,7 @@ def _report(status: str, detail: str, output: bytes = b"") -> None:
         write_frame(_reports, part)
 
 
-def _check(order: FullOrder) -> None:
+def _check(order: FullOrder, load: Callable[[str], object]) -> None:
     import _socket
 
     ours, theirs = _socket.socketpair(_socket.AF_UNIX, _socket.SOCK_STREAM)
@@ -111,6 +113,9 @@ def _check(order: FullOrder) -> None:
 
     pid = _fork(candidate, order)
     theirs.close()
+    load("check")  # after the fork, beside the candidate
+    from kitae.sandbox.inside.checker import check
+
     sys.stdin, sys.stdout = open(os.devnull), open(os.devnull, "w")  # noqa: SIM115 - for the tests: the real ones are pipes
     sys.stderr = sys.stdout
     # Programs that the tests start import nothing from folders that the candidate can write to.
@@ -184,6 +189,8 @@ class _Console:
     def __init__(self, order: FullOrder) -> None:
         import _socket
 
+        from kitae.sandbox.inside.console import run_cells
+
         ours, theirs = _socket.socketpair(_socket.AF_UNIX, _socket.SOCK_STREAM)
         self._out, out_end = os.pipe()
         null = os.open(os.devnull, os.O_RDONLY)
@@ -203,6 +210,8 @@ class _Console:
 
     def run(self, code: bytes) -> tuple[str, str, bytes]:
         """How a cell ended ("ended" is normal, even with an exception), why, and the first part of its output."""
+        from kitae.sandbox.inside.console import MARK
+
         while _take(self._line) or _take(self._out):
             pass  # anything sent between cells is no answer
         self._signal(_signal.SIGCONT)
@@ -473,6 +482,8 @@ def _keep_only(*keep: int) -> None:
 
 def _fork(body: Callable[[], None], order: FullOrder) -> int:
     """Start a candidate: a child process with limits, which exits through the interpreter as a script would."""
+    gc.freeze()  # a collection in either process copies no page of what both have
+    gc.enable()
     pid = os.fork()
     if pid:
         return pid
@@ -485,8 +496,6 @@ def _fork(body: Callable[[], None], order: FullOrder) -> int:
 
 
 def _limit(order: FullOrder) -> None:
-    import resource
-
     seconds = int(order["time_limit"]) + 2
     for kind, limit in (
         (resource.RLIMIT_CORE, 0),
@@ -504,21 +513,15 @@ def _limit(order: FullOrder) -> None:
 
 
 def _limit_memory(mebibytes: int) -> None:
-    import resource
-
     _lower(resource.RLIMIT_AS, mebibytes * _MEBIBYTE)
 
 
 def _limit_processor(seconds: float) -> None:
     """Limit this process: the tests are trusted, but comparing what the candidate returns may take forever."""
-    import resource
-
     _lower(resource.RLIMIT_CPU, int(seconds))
 
 
 def _lower(kind: int, limit: int) -> None:
-    import resource
-
     hard = resource.getrlimit(kind)[1]
     limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
     resource.setrlimit(kind, (limit, limit))

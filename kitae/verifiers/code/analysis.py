@@ -100,8 +100,13 @@ _LIBRARY = {
 }
 
 
+@functools.lru_cache(maxsize=16)
+def _nodes(setup: str, asserts: tuple[str, ...]) -> list[ast.AST]:
+    return [node for text in (setup, *asserts) for node in ast.walk(ast.parse(text))]
+
+
 @functools.lru_cache(maxsize=4096)
-def names_of(setup: str, asserts: tuple[str, ...], entry_point: str = "") -> Names:
+def names_of(setup: str, asserts: tuple[str, ...], entry_point: str) -> Names:
     """Where the names come from that tests use without defining them, decided by the tests alone.
 
     `library`: names of well-known functions and types, and of modules if only attributes that they really have are used
@@ -110,7 +115,7 @@ def names_of(setup: str, asserts: tuple[str, ...], entry_point: str = "") -> Nam
     nothing else that could be: in `assert sum(10, 15) == 6`, but not in `assert abs(f(2) - 4) < 1e-6`; of several, the
     innermost call counts. `imports`: what the tests import.
     """
-    nodes = [node for text in (setup, *asserts) for node in ast.walk(ast.parse(text))]
+    nodes = _nodes(setup, asserts)
     calls = [node for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
     loads = Counter(node.id for node in nodes if isinstance(node, ast.Name))
     read: dict[str, list[str]] = {}  # the attributes used of each name
@@ -161,10 +166,10 @@ _JUDGE_RE = re.compile(
 
 
 @functools.lru_cache(maxsize=4096)
-def refusal(setup: str, asserts: tuple[str, ...], entry_point: str = "") -> str:
+def refusal(setup: str, asserts: tuple[str, ...], entry_point: str) -> str:
     """Why tests cannot be judged: they run text of the code under test as a program, beside the values that they
     expect; or they leave the verdict to a function that nobody defines, which the code would bring along. Or ""."""
-    nodes = [node for text in (setup, *asserts) for node in ast.walk(ast.parse(text))]
+    nodes = _nodes(setup, asserts)
     for name in sorted(_imported(nodes) & _RUNNERS):
         return f"the tests must not run what the response wrote as a program, but use {name}"
     found = names_of(setup, asserts, entry_point)

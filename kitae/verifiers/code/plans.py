@@ -58,7 +58,7 @@ def plan(source: Source, tests: Asserts | CheckFunction, time_limit: float) -> t
                 "setup": visible_setup(tests.setup),
             },
             {
-                **names_of(tests.setup, tests.asserts),
+                **names_of(tests.setup, tests.asserts, ""),
                 "prompt": "",
                 "setup": settled(tests.setup),
                 "entry_point": "",
@@ -135,7 +135,7 @@ def _wanted_names(tests: Tests) -> list[str]:
         case CheckFunction():
             return [tests.entry_point]
         case Asserts():
-            found = names_of(tests.setup, tests.asserts)
+            found = names_of(tests.setup, tests.asserts, "")
             return [name for name in found["names"] if name not in found["library"]]
         case Calls():
             return [tests.function, "Solution"]

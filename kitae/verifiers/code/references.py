@@ -101,7 +101,7 @@ def _read_asserts(tests: Mapping[str, Any]) -> Asserts | str:
         return f"asserts must be a list with at least one test, got {str(asserts)[:100]!r}"
     if not all(isinstance(text, str) and text.strip() for text in [*asserts, setup or "#"]):
         return "asserts and setup must be texts of Python"
-    problem = _bad_python([setup, *asserts]) or refusal(setup, tuple(asserts))
+    problem = _bad_python([setup, *asserts]) or refusal(setup, tuple(asserts), "")
     return problem or Asserts(tuple(asserts), setup)
 
 

@@ -29,7 +29,7 @@ def settled(text: str) -> str:
     - An assertion enters its failure in the `Failures`; handlers and context managers of the tests take it out.
     """
     try:
-        return ast.unparse(ast.fix_missing_locations(_Weaver().visit(ast.parse(text))))
+        return ast.unparse(_Weaver().visit(ast.parse(text)))
     except RecursionError:  # nested too deeply to be unparsed
         return text
 
@@ -62,7 +62,7 @@ class _Weaver(ast.NodeTransformer):
 
     def visit_Compare(self, node: ast.Compare) -> ast.AST:
         self.generic_visit(node)
-        if ast.unparse(node) in ("__name__ == '__main__'", "'__main__' == __name__"):
+        if _asks_for_main(node):
             return ast.Constant(True)
         if any(isinstance(op, _ORDERS) for op in node.ops):
             node.left, *node.comparators = map(_counting, (node.left, *node.comparators))
@@ -139,6 +139,18 @@ def _counting(node: ast.expr) -> ast.expr:
     if not isinstance(node, ast.BinOp) and not (isinstance(node, ast.Call) and called(node) != "len"):
         return node
     return ast.Call(ast.Name("__number__", ast.Load()), [node], [])
+
+
+def _asks_for_main(node: ast.Compare) -> bool:
+    match node:
+        case ast.Compare(
+            left=ast.Name("__name__") | ast.Constant("__main__") as left,
+            ops=[ast.Eq()],
+            comparators=[ast.Name("__name__") | ast.Constant("__main__") as right],
+        ):
+            return type(left) is not type(right)
+        case _:
+            return False
 
 
 def _gives_nothing(node: ast.expr) -> bool:
