@@ -158,6 +158,8 @@ LONG = {"prompt": "a", "max_tokens": 400, "ignore_eos": True, "n": 3}
 REQUESTS: dict[str, tuple[Any, float]] = {  # a body, and after how many seconds its client goes; 0: it waits
     "whole": ({"prompt": "a", "max_tokens": 4, "n": 2}, 0),
     "stream": ({"prompt": "a", "max_tokens": 4, "stream": True}, 0),
+    "response": ({"input": "a", "max_output_tokens": 16, "stream": True}, 0),
+    "message": ({"messages": [{"role": "user", "content": "a"}], "max_tokens": 4, "model": "tiny"}, 0),
     "scored": ({"prompt": "a", "max_tokens": 2, "logprobs": 2}, 0),
     "gone": (LONG, 0.2),
     "gone from a stream": ({**LONG, "stream": True}, 0.2),
@@ -173,10 +175,14 @@ REQUESTS: dict[str, tuple[Any, float]] = {  # a body, and after how many seconds
 def test_nothing_of_a_request_waits_for_the_collector_of_garbage(tiny_policy: Callable[..., Policy]) -> None:
     """A full collection is rare: what only it can free are megabytes for each refused body."""
 
-    async def ask(port: int, content: Any, leaves: float) -> None:
+    paths = {"response": "/v1/responses", "message": "/v1/messages"}
+
+    async def ask(port: int, kind: str) -> None:
+        content, leaves = REQUESTS[kind]
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         body, missing = (content, 1) if isinstance(content, bytes) else (json.dumps(content).encode(), 0)
-        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close"
+        path = paths.get(kind, "/v1/completions")
+        head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close"
         writer.write(f"{head}\r\nContent-Length: {len(body) + missing * bool(leaves)}\r\n\r\n".encode() + body)
         if leaves:
             await asyncio.sleep(leaves)
@@ -185,11 +191,11 @@ def test_nothing_of_a_request_waits_for_the_collector_of_garbage(tiny_policy: Ca
         writer.close()
         await asyncio.sleep(0.1)
 
-    async def left_by(port: int, content: Any, leaves: float) -> list[str]:
+    async def left_by(port: int, kind: str) -> list[str]:
         gc.collect()
         gc.set_debug(gc.DEBUG_SAVEALL)
         try:
-            await ask(port, content, leaves)
+            await ask(port, kind)
             gc.collect()
             found = [o for o in gc.garbage if isinstance(o, FrameType | asyncio.Future | BaseException)]
             found += [o for o in gc.garbage if type(o).__module__.startswith("kitae")]
@@ -205,11 +211,11 @@ def test_nothing_of_a_request_waits_for_the_collector_of_garbage(tiny_policy: Ca
         gc.disable()
         try:
             async with serving(app_of(policy, engine, scorer, ServerSettings("tiny")), taken):
-                for request in REQUESTS.values():
-                    await ask(taken.getsockname()[1], *request)  # what is kept for good is made now
+                for kind in REQUESTS:
+                    await ask(taken.getsockname()[1], kind)  # what is kept for good is made now
                 gc.collect()
                 gc.freeze()
-                return {kind: await left_by(taken.getsockname()[1], *request) for kind, request in REQUESTS.items()}
+                return {kind: await left_by(taken.getsockname()[1], kind) for kind in REQUESTS}
         finally:
             gc.unfreeze()
             gc.enable()
