@@ -6,7 +6,7 @@ import functools
 import marshal
 from collections.abc import Sequence
 from importlib import resources
-from types import CodeType
+from typing import Any
 
 from kitae.sandbox.inside import LATER, MODULES
 
@@ -58,7 +58,7 @@ def inside_code() -> bytes:
     return marshal.dumps((compiled(MODULES), {mode: compiled(names) for mode, names in LATER.items()}))
 
 
-def _compiled(name: str, text: str) -> CodeType:
+def _compiled(name: str, text: str) -> Any:
     text = text.replace("from __future__ import annotations\n", "\n", 1)  # it would load a file inside
     flags = __future__.annotations.compiler_flag
     return compile(text, f"{name}.py", "exec", flags, dont_inherit=True, optimize=2)
