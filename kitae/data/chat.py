@@ -10,10 +10,11 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
+from kitae.data.pictures import MARK, MARKED, PICTURE, sources_of
 from kitae.data.tool_calls import CLOSE, OPEN, CallReader, special_ids, template_of
 from kitae.errors import DataError
 from kitae.types import Message, Tool, ToolCall, Turn
@@ -44,6 +45,9 @@ class Chat:
     in any message, in `encode_prompt` in messages of tools. In other messages of a prompt, which are the data's, they
     are read as special tokens: data from strangers should not contain them. With `shields`, nothing but the template
     says special tokens: those in any message, in calls and in descriptions of tools stay text.
+
+    Where the tokenizer has a reader of pictures, messages may show some. In a rendered text a picture stands as a mark,
+    which becomes tokens that are places of it; what a message spells of the tokens that mark pictures stays text.
     """
 
     def __init__(
@@ -51,6 +55,7 @@ class Chat:
     ) -> None:
         """most_bytes: a longer text is refused before it becomes tokens."""
         self.tokenizer, self.shields, self._most_bytes = tokenizer, shields, most_bytes
+        self._pictures: PictureTexts | None = getattr(tokenizer, "kitae_reader", None)
         self.plain = not getattr(tokenizer, "chat_template", None)
         """Whether the model has no template."""
         self._last: tuple[object, tuple[int, ...]] = (None, ())  # a group asks for one many times
@@ -131,11 +136,17 @@ class Chat:
     def decode(self, tokens: Sequence[int]) -> str:
         """The text without special tokens, its spaces as they are."""
         ids = np.array(tokens, dtype=np.int64)  # of a list, transformers would look at each element
+        ids = ids[ids < PICTURE]
         text: str = self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return text
 
     def render(self, messages: Sequence[Message], *, generate: bool = True, tools: Sequence[Tool] = ()) -> str:
         """The text that the template makes of messages; `generate` adds what the model answers after."""
+        pictures = list(sources_of(messages))
+        if pictures and (self._pictures is None or self.plain):
+            raise DataError("a message shows a picture, but the model has no processor of pictures or no chat template")
+        if self._pictures is not None:
+            messages = [self._shielded(m, self._of_pictures) for m in messages]
         turns = [as_dict(m) for m in messages]
         told = {"tools": [dict(tool) for tool in tools]} if tools else {}
         try:
@@ -144,12 +155,12 @@ class Chat:
             )
         except Exception as error:  # the template is a program that came with the model
             raise DataError(f"the chat template refuses the roles {[m.role for m in messages]}: {error}") from error
-        return text
+        return text if self._pictures is None else _with_pictures(text, self._pictures, pictures)
 
     def encode(self, text: str) -> tuple[int, ...]:
         """The tokens of a text as it is, with nothing added. With `shields`, what is shielded in it stays text."""
         self._check_bytes(text)
-        return self._encode_shielded(text) if self.shields else self._encode(text)
+        return self._encode_shielded(text) if self.shields or self._pictures else self._encode(text)
 
     def encode_text(self, text: str) -> tuple[int, ...]:
         """The tokens of a text in which special tokens that are spelled out stay text."""
@@ -160,7 +171,23 @@ class Chat:
             text.encode()
         except UnicodeEncodeError as error:
             raise DataError(f"a message must be valid Unicode: {error}") from None
-        return tuple(self.tokenizer(text, add_special_tokens=False, **options)["input_ids"])
+        shown: list[int] = []
+
+        def places(mark: "re.Match[str]") -> str:
+            assert self._pictures is not None
+            shown.extend([PICTURE + int(mark[1], 16)] * int(mark[2], 16))
+            return self._pictures.soft * int(mark[2], 16)
+
+        if self._pictures is not None and not options:  # what people typed stays as it is
+            text = MARKED.sub(places, text)
+        tokens: list[int] = self.tokenizer(text, add_special_tokens=False, **options)["input_ids"]
+        if shown:
+            assert self._pictures is not None
+            soft, rest = self._pictures.soft_id, iter(shown)
+            if tokens.count(soft) != len(shown):
+                raise DataError(f"a message must not spell {self._pictures.soft!r}, which stands for pictures")
+            tokens = [next(rest) if token == soft else token for token in tokens]
+        return tuple(tokens)
 
     def begin(self) -> tuple[int, ...]:
         """The BOS token where the tokenizer adds one of its own accord; an EOS that it would add is left out."""
@@ -169,7 +196,9 @@ class Chat:
 
     def spell(self, *tokens: int) -> str:
         """How tokens are written in a text, special ones too: `"Hello<|im_end|>"`."""
-        text: str = self.tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        soft = 0 if self._pictures is None else self._pictures.soft_id
+        ids = [soft if token >= PICTURE else token for token in tokens]
+        text: str = self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return text
 
     @property
@@ -234,7 +263,16 @@ class Chat:
         """What stands for each special token that is spelled out, and for the escape character itself."""
         names = {self.tokenizer.convert_ids_to_tokens(i) for i in self.special_tokens} - {"", None}
         longest_first = sorted(sorted(names), key=len, reverse=True)  # one may contain another
+        if self._pictures is not None:
+            longest_first.append(MARK)
         return _ITSELF | {name: _ESCAPE + chr(ord(_ESCAPE) + i) for i, name in enumerate(longest_first, 1)}
+
+    @cached_property
+    def _of_pictures(self) -> Mapping[str, str]:
+        """The same for those that mark pictures, and for the character that marks begin with."""
+        assert self._pictures is not None
+        names = {self._pictures.soft, self._pictures.placeholder}
+        return {n: s for n, s in self._stands.items() if n in names or n == MARK}
 
     def shielded(self, messages: Sequence[Message]) -> list[Message]:
         """Messages in which characters of their own stand for special tokens that are spelled out.
@@ -250,7 +288,7 @@ class Chat:
             content=self._shield(message.content, stands),
             name=self._shield(message.name, stands),
             call_id=self._shield(message.call_id, stands),
-            parts=self._shield(message.parts, stands),
+            parts=tuple(p if p.get("type") == "image" else self._shield(p, stands) for p in message.parts),
             calls=tuple(
                 ToolCall(*(self._shield(x, stands) for x in (c.name, c.arguments, c.id))) for c in message.calls
             ),
@@ -275,8 +313,10 @@ class Chat:
         of them becomes tokens in one piece.
         """
         self._check_bytes(text)
-        own = [name for name in self._stands if name in text and name != _ESCAPE]
-        places = list(re.finditer("|".join(map(re.escape, own)), text)) if own else []
+        own = [re.escape(name) for name in self._stands if name in text and name not in (_ESCAPE, MARK)]
+        if self._pictures is not None and MARK in text:
+            own.append(MARKED.pattern)
+        places = list(re.finditer("|".join(own), text)) if own else []
         tokens: list[int] = []
         begin = 0
         for found in [*places, None] if _ESCAPE in text else ():
@@ -316,6 +356,27 @@ class Chat:
         if not found:
             raise DataError("the chat template must show the content of assistant messages, but it leaves it out")
         return tail
+
+
+class PictureTexts(Protocol):
+    """What a model's processor says of pictures. placeholder: what the template writes for one; soft, soft_id: the
+    token of one place; `text`: what stands for the picture of a source, its places as a mark."""
+
+    placeholder: str
+    soft: str
+    soft_id: int
+
+    def text(self, source: str) -> str: ...
+
+
+def _with_pictures(text: str, reader: PictureTexts, sources: Sequence[str]) -> str:
+    pieces = text.split(reader.placeholder)
+    if len(pieces) != len(sources) + 1:
+        raise DataError(
+            f"the chat template must show each of {len(sources)} pictures as {reader.placeholder!r} once, got "
+            f"{len(pieces) - 1} of these"
+        )
+    return pieces[0] + "".join(reader.text(s) + piece for s, piece in zip(sources, pieces[1:], strict=True))
 
 
 def longest_token(tokenizer: Any) -> int:
@@ -377,6 +438,8 @@ def as_message(turn: Turn) -> Message:
 
 def joined(messages: Sequence[Message]) -> str:
     """Messages as a model without a template reads them."""
+    if any(sources_of(messages)):
+        raise DataError("a message shows a picture, which a model without a chat template cannot be shown")
     return "\n".join(map(text_of, messages))
 
 

@@ -95,7 +95,7 @@ def usual_verifier(data: Mapping[str, Any]) -> str | None:
     return known.verifier if known else "gym" if data.get("gym") else None
 
 
-EXAMPLE_SOURCES = ("path", "mix", "hub")
+EXAMPLE_SOURCES = ("path", "mix", "hub", "task")
 
 
 class ExampleColumns(Table):
@@ -125,7 +125,7 @@ class MixPart(Section):
 
 
 class ExamplesConfig(Section):
-    """Where examples come from, for training without sampling: exactly one of path, mix or hub."""
+    """Where examples come from, for training without sampling: exactly one of path, mix, hub or task."""
 
     path: str | None = Field(None, description="A .jsonl, .json or .parquet file of examples to train on.")
     mix: tuple[MixPart, ...] = Field(
@@ -135,6 +135,9 @@ class ExamplesConfig(Section):
     hub: str | None = Field(None, description="A data set on the hub, e.g. HuggingFaceH4/ultrafeedback_binarized.")
     hub_files: str = Field("data/train-*.parquet", description="Files of the hub data set to train on.")
     hub_eval_files: str | None = Field(None, description="Files of the hub data set to evaluate on.")
+    task: str | None = Field(None, description="A generated task, whose reference answers are the demonstrations.")
+    params: dict[str, JsonValue] = Field(default_factory=dict, description="Difficulty and options of the task.")
+    problems: int = Field(1000, ge=1, description="How many problems of the task are the examples to train on.")
     format: str | None = Field(
         None, description=f"Read rows as {' or '.join(LAYOUTS)} has them, or by your own file.py:function."
     )
@@ -166,6 +169,8 @@ class ExamplesConfig(Section):
         if len(given) != 1:
             wanted = ", ".join(EXAMPLE_SOURCES)
             raise ValueError(f"data needs exactly one of {wanted}, got {' and '.join(given) or 'none'}")
+        if self.params and self.task is None:
+            raise ValueError("data.params belongs to a generated task, but data.task is not set")
         paths = [part.path for part in self.mix]
         if twice := [path for path in paths if paths.count(path) > 1]:
             raise ValueError(
@@ -187,7 +192,7 @@ class ExamplesConfig(Section):
     @property
     def source(self) -> str:
         """What to call it: `"train.jsonl"`."""
-        return self.path or self.hub or " and ".join(part.path for part in self.mix)
+        return self.path or self.hub or self.task or " and ".join(part.path for part in self.mix)
 
     def with_usual_columns(self) -> Self:
         """The settings with the columns as a format names them, whatever other files call theirs."""

@@ -16,6 +16,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from kitae.data.pictures import as_data, looks_like_picture
 from kitae.errors import DataError
 
 T = TypeVar("T")
@@ -284,9 +285,9 @@ def _as_json(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _as_text(value: Any) -> str:
-    """Dates as ISO has them, decimals and the like as they print; bytes (a picture in a column, say) are left out."""
+    """Dates as ISO has them, decimals and the like as they print; of bytes, pictures alone are read."""
     if isinstance(value, bytes):
-        return f"({len(value)} bytes)"
+        return as_data(value) if looks_like_picture(value) else f"({len(value)} bytes)"
     return value.isoformat() if isinstance(value, date | time) else str(value)
 
 

@@ -13,7 +13,7 @@ a labelled answer serves as a demonstration if its label is true. The cursor of 
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import takewhile
@@ -37,6 +37,8 @@ from kitae.data.epochs import Epochs, Mixture
 from kitae.data.layouts import Layout, find_layout, lay_out
 from kitae.data.messages import SYSTEM, read_message, read_messages, read_tools
 from kitae.data.overlap import find_overlap
+from kitae.data.picture_columns import with_pictures
+from kitae.data.tasks import Problem, find_task
 from kitae.errors import DataError
 from kitae.types import Message, Tool
 
@@ -130,7 +132,12 @@ class ExampleStream:
 
 def open_examples(config: ExamplesConfig, seed: int, shape: Shape) -> ExampleStream:
     """The examples to train on, in the shape that a stage needs; whatever is wrong with a file is raised here."""
-    stream = _mixed(config, seed, shape) if config.mix else _single(config, seed, shape)
+    if config.task is not None:
+        task = find_task(config.task)
+        problems = (task.problem(seed, "train", config.params, i) for i in range(config.problems))
+        stream = ExampleStream([_of_problems(config.task, problems, shape)], seed=seed, shuffle=config.shuffle)
+    else:
+        stream = _mixed(config, seed, shape) if config.mix else _single(config, seed, shape)
     examples = [example for source in stream.sources for example in source]
     texts, labels = list(map(texts_of, examples)), [example.label for example in examples]
     found = find_overlap(texts, config.deduplicate, config.decontaminate, labels)
@@ -143,9 +150,23 @@ def held_out_examples(config: ExamplesConfig, seed: int, count: int, shape: Shap
     """`count` held-out examples; fewer when the file that holds them is shorter."""
     if count <= 0:
         return []
+    if config.task is not None:
+        problems = find_task(config.task).held_out(seed, config.params, count)
+        return _of_problems(f"{config.task}/eval", problems, shape)
     examples, skipped = _read_files(config, _held_out_files(config), shape, config.format)
     stream = ExampleStream([examples], seed=seed, shuffle=config.shuffle, skipped=skipped)
     return [stream.at(position) for position in range(min(count, stream.size))]
+
+
+def _of_problems(name: str, problems: Iterable[Problem], shape: Shape) -> list[Example]:
+    """Demonstrations of the reference answers of a generated task."""
+    return [
+        example
+        for index, (asked, answer) in enumerate(problems)
+        for example in reshape(
+            Example(f"{name}/{index}", Conversation((*asked, Message("assistant", answer)), len(asked))), shape
+        )
+    ]
 
 
 def read_example(config: ExamplesConfig, layout: Layout | None, row: DataRow) -> Example:
@@ -153,9 +174,21 @@ def read_example(config: ExamplesConfig, layout: Layout | None, row: DataRow) ->
     try:
         check_unicode(row.values)
         values = row.values if layout is None else lay_out(layout, row.values)
+        values = _with_pictures(config, values, row.file.path.parent)
         return replace(_read(_Columns(config, values)), id=row.id)
     except DataError as error:
         raise DataError(f"{row.where}: {error}") from None
+
+
+def _with_pictures(config: ExamplesConfig, values: Mapping[str, Any], folder: Path) -> Mapping[str, Any]:
+    """A row whose messages show its pictures: those of the prompt, or of each whole conversation."""
+    names = config.columns
+    first = [names.messages] if values.get(names.messages) else [names.prompt] if values.get(names.prompt) else []
+    return {
+        **values,
+        **{name: with_pictures(values[name], values, folder) for name in first or (names.chosen, names.rejected)
+           if values.get(name) is not None},
+    }  # fmt: skip
 
 
 def reshape(example: Example, shape: Shape) -> tuple[Example, ...]:

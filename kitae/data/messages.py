@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kitae.data.data_files import clip
+from kitae.data.pictures import IMAGES, read_part
 from kitae.errors import DataError
 from kitae.plugins import nearest
 from kitae.types import Message, Tool, ToolCall
@@ -32,7 +33,7 @@ def read_message(turn: object) -> Message:
     calls = tuple(map(read_call, _list("tool_calls", turn.get("tool_calls"))))
     if calls and role != "assistant":
         raise DataError(f"only an assistant calls tools, got tool_calls in a message of {role!r}")
-    parts = _parts(content) if isinstance(content, list) else ()
+    parts = read_parts(content) if isinstance(content, list) else ()
     if content is None and calls:
         content = ""
     if not isinstance(content, str) and not parts:
@@ -100,12 +101,21 @@ def _list(what: str, value: object) -> Sequence[object]:
     return value
 
 
-def _parts(content: Sequence[Any]) -> tuple[Mapping[str, Any], ...]:
-    for part in content:
-        if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise DataError(f"a part of a message must be text: {{'type': 'text', 'text': …}}, got {clip(repr(part))}")
-    return tuple({"type": "text", "text": part["text"]} for part in content)
+def read_parts(content: Sequence[Any]) -> tuple[Mapping[str, Any], ...]:
+    return tuple(map(_part, content))
+
+
+def _part(part: object) -> Mapping[str, Any]:
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if isinstance(part, Mapping) and kind in IMAGES:
+        return read_part(part)
+    if not isinstance(part, Mapping) or kind != "text" or not isinstance(part.get("text"), str):
+        raise DataError(
+            "a part of a message must be text, {'type': 'text', 'text': …}, or a picture, "
+            f"{{'type': 'image', 'image': …}}, got {clip(repr(part))}"
+        )
+    return {"type": "text", "text": part["text"]}
 
 
 def _says(content: object, parts: Sequence[Mapping[str, Any]]) -> bool:
-    return bool(content.strip()) if isinstance(content, str) else any(part["text"].strip() for part in parts)
+    return bool(content.strip()) if isinstance(content, str) else any(part.get("text", "").strip() for part in parts)

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from kitae.data.chat import text_of
 from kitae.data.config import DataConfig
 from kitae.data.data_files import (
     DataRow,
@@ -26,7 +27,10 @@ from kitae.data.data_files import (
 from kitae.data.epochs import Epochs
 from kitae.data.formats import Exercise, Reader, find_reader, read_row
 from kitae.data.gym_prompts import gym_prompt, gym_prompts
+from kitae.data.messages import read_parts
 from kitae.data.overlap import find_overlap
+from kitae.data.picture_columns import COLUMNS, with_pictures
+from kitae.data.pictures import sources_of
 from kitae.data.tasks import Problem, Split, find_task
 from kitae.errors import DataError
 from kitae.types import Message, Prompt
@@ -107,8 +111,10 @@ def _task_prompt(config: DataConfig, split: Split, index: int, problem: Problem)
     messages, reference = problem
     if config.system is not None:
         messages = (Message("system", config.system), *messages[1:])
-    context = {"question": messages[-1].content}
-    messages = tuple(Message("user", _instruct(config, m.content)) if m.role == "user" else m for m in messages)
+    context = {"question": text_of(messages[-1])}
+    messages = tuple(
+        replace(m, content=_instruct(config, m.content)) if m.role == "user" and not m.parts else m for m in messages
+    )
     return Prompt(f"{config.task}/{split}/{index}", messages, reference, context)
 
 
@@ -155,7 +161,7 @@ def _without_overlap(
 
 def _texts(question: Any) -> list[str]:
     """As the data has them: what the settings put around a question is the same in all prompts."""
-    return [question] if isinstance(question, str) else [message.content for message in _messages(question)]
+    return [question] if isinstance(question, str) else [text_of(message) for message in _messages(question)]
 
 
 def _row_prompt(config: DataConfig, reader: Reader, row: DataRow) -> Prompt:
@@ -163,14 +169,17 @@ def _row_prompt(config: DataConfig, reader: Reader, row: DataRow) -> Prompt:
     try:
         exercise = read_row(reader, row.values)
         question = exercise.question
-        messages = (Message("user", _instruct(config, question)),) if isinstance(question, str) else _messages(question)
+        told = _instruct(config, question) if isinstance(question, str) else question
+        seen = with_pictures(told, row.values, row.file.path.parent)
+        messages = (Message("user", seen),) if isinstance(seen, str) else _messages(seen)
         check_unicode([row.values, exercise.reference])
     except DataError as error:
         raise DataError(f"{row.where}: {error}") from None
-    asked = question if isinstance(question, str) else messages[-1].content
+    asked = question if isinstance(question, str) else text_of(messages[-1])
     used = () if config.format else (config.columns.prompt, config.columns.answer)
     columns = row.values if exercise.context is None else exercise.context
-    context = {"question": asked} | {k: v for k, v in columns.items() if k not in used}
+    pictures = COLUMNS if any(sources_of(messages)) else ()
+    context = {"question": asked} | {k: v for k, v in columns.items() if k not in (*used, *pictures)}
     messages = _with_system(config, messages)
     return Prompt(row.id, messages, exercise.reference, context, exercise.gold)
 
@@ -206,6 +215,9 @@ def _messages(turns: object) -> tuple[Message, ...]:
     messages = []
     for turn in turns:
         role, content = (turn.get("role"), turn.get("content")) if isinstance(turn, dict) else (None, None)
+        if isinstance(role, str) and isinstance(content, list) and content:
+            messages.append(Message(role, parts=read_parts(content)))
+            continue
         if not isinstance(role, str) or not isinstance(content, str):
             raise DataError(f"a message must have a role and a content, both text, got {clip(repr(turn))}")
         messages.append(Message(role, content))

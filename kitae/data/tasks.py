@@ -7,6 +7,7 @@ example turns are made with the same parameters as the question and are the same
 
 import difflib
 import hashlib
+import json
 import random
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Set as AbstractSet
@@ -15,6 +16,8 @@ from string import ascii_lowercase
 from typing import Any, Literal
 
 from kitae.data.instructions import draw_instructions
+from kitae.data.picture_tasks import PICTURE_TASKS
+from kitae.data.pictures import SHELF, as_data, image_part, name_of
 from kitae.data.puzzle_tasks import draw_countdown, draw_knights_and_knaves
 from kitae.errors import DataError
 from kitae.types import Message
@@ -75,7 +78,7 @@ class Task:
         rng = random.Random(f"{self.name}/{split}/{seed}/{index}")
         for _ in range(MAX_DRAWS):
             messages, answer = self.make(rng, params)
-            *shown, question = (m.content for m in messages)
+            *shown, question = map(said, messages)
             if self.split_of(question) == split and question not in shown and question not in taken:
                 return messages, answer
         few = f"only {len(taken)} different problems" if taken else "no problem"
@@ -90,7 +93,7 @@ class Task:
         taken: set[str] = set()
         for index in range(count):
             problems.append(self.problem(seed, "eval", params, index, taken))
-            taken.add(problems[-1][0][-1].content)
+            taken.add(said(problems[-1][0][-1]))
         return problems
 
     def split_of(self, question: str) -> Split:
@@ -113,6 +116,23 @@ class Task:
                 nearest = min(max(value, low), high)
         if not valid:
             raise DataError(f"{name} of task {self.name!r} must be {rule}, got {value!r}; nearest valid: {nearest!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class PictureTask(Task):
+    """A task whose questions show a picture, which `paint` draws beside question and answer."""
+
+    paint: Callable[[random.Random, Params], tuple[str, str, bytes]] = lambda rng, params: ("", "", b"")
+
+    def make(self, rng: random.Random, params: Params) -> Problem:
+        question, answer, content = self.paint(rng, params)
+        part = image_part(name_of(SHELF.put(as_data(content))))
+        return (Message("user", parts=(part, {"type": "text", "text": question})),), answer
+
+
+def said(message: Message) -> str:
+    """What makes a question this one and no other: its text, and the pictures that it shows."""
+    return json.dumps([dict(part) for part in message.parts]) if message.parts else message.content
 
 
 def find_task(name: str) -> Task:
@@ -240,6 +260,10 @@ TASKS: dict[str, Task] = {
             {"seeds": 10**9, "examples": 0},
             {"seeds": (16, 10**9), "examples": (0, 0)},
             _episode,
+        ),
+        *(
+            PictureTask(name, summary, "number", defaults, limits, _episode, paint)
+            for name, (summary, defaults, limits, paint) in PICTURE_TASKS.items()
         ),
     )
 }

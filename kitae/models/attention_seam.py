@@ -14,6 +14,7 @@ from torch.nn.functional import pad
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kitae.models.latent import Latent, SeesLatents, latent_of, projections_of
+from kitae.models.parts import text_part
 from kitae.models.pass_context import of_thread
 from kitae.models.state_seam import MixerCall, States
 
@@ -92,8 +93,8 @@ CARRIED = "kitae"
 
 
 def keywords(context: AttentionContext, tokens_T: Tensor, positions_T: Tensor) -> dict[str, Any]:
-    """How a model, or its decoder, is called on a packed row."""
-    position_ids = positions_T.unsqueeze(0)
+    """How a model, or its decoder, is called on a packed row. Positions may be `[3, T]`."""
+    position_ids = positions_T.unsqueeze(-2)
     setattr(position_ids, CARRIED, context)
     return {"input_ids": tokens_T.unsqueeze(0), "position_ids": position_ids, "use_cache": False, "kitae": context}
 
@@ -105,6 +106,7 @@ WINDOW = "kitae_window"
 def use_attention(model: Any, name: str) -> None:
     """Let a model attend through the interface of this name; the modules of older families only make its masks then.
     Raises what transformers raises if there is no such interface for the model."""
+    model = text_part(model)
     model.set_attn_implementation(name)
     if model.config._attn_implementation != name:
         model.config._attn_implementation = name

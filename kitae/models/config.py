@@ -17,7 +17,8 @@ class ModelConfig(Section):
     path: str = Field(
         "smollm2-135m",
         min_length=1,
-        description="A folder, a hub id, or a short name: smollm2-135m (real), tiny (made on the spot, for tests).",
+        description="A folder, a hub id, or a short name: smollm2-135m (real), tiny or tiny-seeing (made on the spot, "
+        "for tests).",
     )
     dtype: Literal["auto", "bfloat16", "float32"] = Field(
         "auto", description="auto: bfloat16 where the hardware can compute in it, and float32 where it cannot."
@@ -43,6 +44,10 @@ class ModelConfig(Section):
         description="A folder of peft whose adapters training goes on from; it says rank, alpha and targets. "
         "model.path may name it too, if it says its base.",
     )
+    train_vision: bool = Field(
+        False,
+        description="Train the tower of a model that sees, and what joins it to the decoder, too; not with LoRA.",
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -53,3 +58,11 @@ class ModelConfig(Section):
         """The same settings for another model: a whole one, or adapters of a folder."""
         own = {key: value for key, value in self.model_dump().items() if not key.startswith(("lora_", "adapter"))}
         return type(self)(**{**own, "path": path})
+
+    @model_validator(mode="after")
+    def _tower(self) -> Self:
+        if self.train_vision and self.lora_rank:
+            raise ValueError(
+                f"model.train_vision trains whole weights, so model.lora_rank must be 0, got {self.lora_rank}"
+            )
+        return self

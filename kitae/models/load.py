@@ -16,6 +16,9 @@ from kitae.errors import ModelError
 from kitae.models.adapter_folder import is_adapter
 from kitae.models.config import WHOLE, ModelConfig
 from kitae.models.foreign_folder import newest_checkpoint, shards_name, shards_of, write_joined
+from kitae.models.parts import text_part, towers_of
+from kitae.models.picture_reader import FILES as PROCESSOR_FILES
+from kitae.models.picture_reader import PictureReader, read_processor, reader_of
 from kitae.models.quiet import quiet_transformers, reading
 from kitae.paths import cache_dir
 from kitae.store.run_folder import is_run
@@ -28,6 +31,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 SMOLLM2 = "smollm2-135m"
+SEEING = "tiny-seeing"
 SMOLLM2_HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
 SMOLLM2_GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
@@ -40,6 +44,8 @@ def find_model(path: str, *, download: bool = True) -> Path | None:
     """
     if path == "tiny":
         return _cached("tiny", _make_tiny) if download else _cached_or_none("tiny")
+    if path == SEEING:
+        return _cached(SEEING, _make_seeing) if download else _cached_or_none(SEEING)
     if path == SMOLLM2:
         return _find_smollm2(download)
     folder = Path(path).expanduser()
@@ -60,7 +66,7 @@ def find_model(path: str, *, download: bool = True) -> Path | None:
         raise ModelError(f"model.path {path!r}: the folder {folder.parent} has no {folder.name}")
     if path.count("/") != 1 or path.startswith((".", "/", "~")):
         raise ModelError(
-            f"model.path {path!r} is neither a folder, nor a hub id (owner/name), nor one of: {SMOLLM2}, tiny"
+            f"model.path {path!r} is neither a folder, nor a hub id (owner/name), nor one of: {SMOLLM2}, tiny, {SEEING}"
         )
     return _from_hub(path, download)
 
@@ -142,6 +148,12 @@ def _make_tiny(folder: Path) -> None:
     from kitae.models.tiny import make_tiny
 
     make_tiny(folder)
+
+
+def _make_seeing(folder: Path) -> None:
+    from kitae.models.tiny_seeing import make_seeing
+
+    make_seeing(folder, "qwen2_5_vl")
 
 
 def _convert_gguf(file: Path, folder: Path) -> None:
@@ -284,22 +296,33 @@ def check_adapters(config: ModelConfig) -> None:
 def _skeleton(config: ModelConfig) -> Any:
     """The model's modules without weights; None if the model is not on this machine."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     folder = find_model(config.path, download=False)
     if folder is None or not (folder / "config.json").is_file():
         return None
     with reading(repr(config.path), folder), torch.device("meta"):
         found = AutoConfig.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
-        return AutoModelForCausalLM.from_config(found, trust_remote_code=config.trust_remote_code)
+        reader = reader_of(_load_tokenizer(config, folder))
+        return _kind_of(reader).from_config(found, trust_remote_code=config.trust_remote_code)
+
+
+def _kind_of(reader: PictureReader | None) -> Any:
+    """The class of transformers that makes the model."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    return AutoModelForCausalLM if reader is None else AutoModelForImageTextToText
 
 
 def _load_tokenizer(config: ModelConfig, folder: Path) -> Any:
-    from transformers import AutoTokenizer
+    from transformers import AutoConfig, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
     if tokenizer.eos_token_id is None:
         raise ModelError(f"{config.path!r}: its tokenizer has no end-of-sequence token, so no response could end")
+    if any((folder / name).is_file() for name in PROCESSOR_FILES[:2]):
+        found = AutoConfig.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
+        tokenizer.kitae_reader = read_processor(folder, found, tokenizer)
     return tokenizer
 
 
@@ -329,7 +352,6 @@ def ready_device(config: ModelConfig) -> "torch.device":
 def load_policy(config: ModelConfig, seed: int = 0) -> "Policy":
     """Load model and tokenizer onto the device, in the dtype of the computation, with LoRA if asked for."""
     import torch
-    from transformers import AutoModelForCausalLM
 
     from kitae.models import attention_seam
     from kitae.models.policy import Policy
@@ -338,21 +360,27 @@ def load_policy(config: ModelConfig, seed: int = 0) -> "Policy":
     assert folder is not None
     device = ready_device(config)
     with reading(repr(config.path), folder):
+        tokenizer = _load_tokenizer(config, folder)
+        reader = reader_of(tokenizer)
         load = partial(
-            AutoModelForCausalLM.from_pretrained,
+            _kind_of(reader).from_pretrained,
             folder,
             dtype=pick_dtype(config.dtype, device),
             trust_remote_code=config.trust_remote_code,
         )
         try:
-            model = load(attn_implementation=attention_seam.NAME)
+            model = load(attn_implementation=attention_seam.NAME if reader is None else "sdpa")
+            if reader is not None:
+                attention_seam.use_attention(model, attention_seam.NAME)
         except KeyError as error:  # an older family, which has a table of its own of modules that attend
             if error.args != (attention_seam.NAME,):
                 raise
             model = load(attn_implementation="eager")
             attention_seam.use_attention(model, attention_seam.NAME)
-        tokenizer = _load_tokenizer(config, folder)
     model = prepared(model, config, device)
+    if reader is not None and not config.train_vision:
+        for parameter in towers_of(model):
+            parameter.requires_grad = False
     if config.lora_rank:
         from kitae.models.lora import add_lora
 
@@ -402,7 +430,7 @@ def prepared(model: Any, config: ModelConfig, device: "torch.device") -> Any:
     known = find_windows(model, config.path)
     attach(model)
     check_attention(model, config.path, own, windows_known=known)
-    if not config.plain and not config.exact and fuse(model, device, model.dtype):
+    if not config.plain and not config.exact and fuse(text_part(model), device, model.dtype):
         try:
             check_attention(model, config.path, own, windows_known=known)
         except ModelError as error:
@@ -437,16 +465,21 @@ def export_policy(policy: "Policy", folder: Path) -> None:
     if not is_writer():
         return
     base: Any = policy.base
-    implementation = base.config._attn_implementation
-    base.config._attn_implementation = None  # a saved folder must load without Kitae
+    configs = list({id(c): c for c in (base.config, text_part(base).config)}.values())
+    implementations = [c._attn_implementation for c in configs]
+    for own in configs:
+        own._attn_implementation = None  # a saved folder must load without Kitae
     try:
         with written_whole(folder) as scratch, quiet_transformers():
             base.save_pretrained(scratch, state_dict=state)
             policy.tokenizer.save_pretrained(scratch)
+            if policy.vision is not None:
+                policy.vision.reader.save(scratch)
             if adapter:
                 save_adapter(policy, adapter, scratch / "adapter")
     finally:
-        base.config._attn_implementation = implementation
+        for own, implementation in zip(configs, implementations, strict=True):
+            own._attn_implementation = implementation
 
 
 @contextmanager

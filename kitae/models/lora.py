@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from kitae.errors import ModelError
 from kitae.models.config import ModelConfig
+from kitae.models.parts import text_part
 from kitae.models.quiet import reading
 from kitae.models.routing import is_router
 
@@ -22,10 +23,11 @@ def add_lora(model: Any, config: ModelConfig) -> Any:
     training.
 
     Experts and routers of a mixture get none: they are not linear layers, so "all-linear" leaves them out, and naming
-    them is refused.
+    them is refused. Nor does the tower of a model that sees.
     """
     peft = import_peft()
     mixture = any(map(is_router, model.modules()))
+    sees = text_part(model) is not model
     if config.adapter:
         lora = peft.LoraConfig.from_pretrained(Path(config.adapter).expanduser())
         lora.lora_dropout, lora.inference_mode = 0.0, False
@@ -34,12 +36,12 @@ def add_lora(model: Any, config: ModelConfig) -> Any:
         lora = peft.LoraConfig(
             r=config.lora_rank,
             lora_alpha=config.lora_alpha,
-            target_modules=_layers(model, config.lora_targets) if mixture else _targets(config.lora_targets),
+            target_modules=_layers(model, config.lora_targets) if mixture or sees else _targets(config.lora_targets),
             task_type="CAUSAL_LM",
             bias="none",
         )
     try:
-        with warnings.catch_warnings(), _of_no_kind(model.config) if mixture else nullcontext():
+        with warnings.catch_warnings(), _of_no_kind(model.config) if mixture or sees else nullcontext():
             warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated")  # peft still asks for it
             adapted = peft.get_peft_model(model, lora)
     except ValueError as error:
@@ -103,7 +105,8 @@ def _names(given: str) -> list[str]:
 def _layers(mixture: Any, given: str) -> list[str]:
     """The full names of the linear layers that the targets select."""
     head = mixture.get_output_embeddings()
-    layers = {name: module for name, module in mixture.named_modules() if _is_linear(module)}
+    own = set(text_part(mixture).modules())
+    layers = {name: module for name, module in mixture.named_modules() if module in own and _is_linear(module)}
     if given == "all-linear":
         return [name for name, module in layers.items() if module is not head]
     wanted = {name: [layer for layer in layers if f".{layer}".endswith(f".{name}")] for name in _names(given)}

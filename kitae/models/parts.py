@@ -42,3 +42,15 @@ def context_of(config: Any) -> int:
     if getattr(config, "attn_temperature_tuning", False):  # Llama 4 counts positions from here on
         longest = min(longest, int(config.floor_scale) - 1)
     return longest
+
+
+def text_part(model: Any) -> Any:
+    """What reads and writes tokens: of a model that sees, its decoder, beside a tower with an attention of its own."""
+    decoder = decoder_of(model)
+    return decoder if hasattr(model.config, "vision_config") and hasattr(decoder, "set_attn_implementation") else model
+
+
+def towers_of(model: Any) -> list[Any]:
+    """The parameters of what sees, and of what joins it to the decoder."""
+    own = {id(p) for part in (decoder_of(model), model.get_output_embeddings()) for p in part.parameters()}
+    return [p for p in model.parameters() if id(p) not in own]

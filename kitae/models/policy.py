@@ -1,6 +1,6 @@
 """A policy: one Hugging Face causal LM, its tokenizer, and the calls that trainer and engine share."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,9 @@ from kitae.models.attention_seam import AttentionCall, AttentionContext, SelfAtt
 from kitae.models.logprobs import Head, HeadTransform, KeptColumns, token_logprobs
 from kitae.models.parts import context_of, decoder_of, setting
 from kitae.models.pass_context import by_thread
+from kitae.models.picture_reader import reader_of
 from kitae.models.state_seam import MixerCall, States, limit_steps, mixers_of
+from kitae.models.vision import Vision
 
 
 class Policy(torch.nn.Module):
@@ -46,6 +48,8 @@ class Policy(torch.nn.Module):
         self.__dict__.update(base=base, decoder=decoder_of(base), head=base.get_output_embeddings())
         last = getattr(base, "lm_head", None)  # of ModernBERT, a layer between its decoder and its head
         self.__dict__["between"] = last if last is not self.head else None
+        reader = reader_of(tokenizer)
+        self.vision = None if reader is None else Vision(base, reader)  # None: a model of text alone
         limit_steps(model)
         config = base.config.get_text_config()
         self.layers = int(config.num_hidden_layers)
@@ -90,9 +94,15 @@ class Policy(torch.nn.Module):
         return head if self.rows is None else head.cut(self.rows)
 
     def hidden(self, tokens_T: Tensor, positions_T: Tensor, context: AttentionContext) -> Tensor:
-        """Last hidden states `[T, H]` of one packed row."""
+        """Last hidden states `[T, H]` of one packed row, whose tokens may be places of pictures.
+
+        positions_T: what tokens are turned by, `[T]`, or `[3, T]` where pictures have rows and columns.
+        """
+        given = keywords(context, tokens_T, positions_T)
+        if self.vision is not None and (seen := self.vision.keywords(tokens_T)):
+            given = {**given, "input_ids": None, **seen}
         with by_thread(context):
-            out = self.decoder(**keywords(context, tokens_T, positions_T))
+            out = self.decoder(**given)
         states = out.last_hidden_state if self.between is None else self.between(out.last_hidden_state)
         return states.squeeze(0)  # type: ignore[no-any-return]
 
@@ -127,13 +137,21 @@ class Policy(torch.nn.Module):
         """Logits `[N, V]` exactly as the model class computes them."""
         return self.transform(self.head(hidden_NH))
 
+    def turned(self, tokens: Sequence[int]) -> Tensor | None:
+        """`[3, T]`: the positions that the tokens of a whole sequence are turned by, where they are not those in the
+        sequence."""
+        found = None if self.vision is None else self.vision.positions(tokens)
+        return None if found is None else torch.from_numpy(found).to(self.device)
+
     def score(self, tokens_T: Tensor) -> Tensor:
         """Log-probs `[T - 1]` of all tokens but the first, given those before, in fp32. A plain pass, for checks."""
         positions_T = torch.arange(len(tokens_T), device=self.device)
         with torch.no_grad():  # not inference mode: what it gathers of a sharded model is trained with later
-            hidden_TH = self.hidden(tokens_T, positions_T, SelfAttention(positions_T))
+            turned = self.turned(tokens_T.tolist())
+            hidden_TH = self.hidden(tokens_T, positions_T if turned is None else turned, SelfAttention(positions_T))
             logp_TV = self.logits(hidden_TH[:-1]).float().log_softmax(-1)
-        return logp_TV.gather(1, tokens_T[1:, None])[:, 0]
+        said_T = tokens_T[1:].where(tokens_T[1:] < self.vocabulary, 0)  # places of pictures have no log-prob
+        return logp_TV.gather(1, said_T[:, None])[:, 0]
 
     def check_layers(self) -> None:
         """Raise if anything but attention and mixers carries information from token to token, as that would leak

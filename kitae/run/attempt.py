@@ -11,6 +11,8 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from kitae.data.pictures import FOLDER as PICTURES
+from kitae.data.pictures import SHELF
 from kitae.envs.rollouts import episodes_of
 from kitae.errors import Stopped
 from kitae.kernels.allocation import gc_frozen
@@ -68,6 +70,7 @@ async def attempt(
     """From a checkpoint to the end of the run, or to Ctrl-C; what is started here is closed, whatever happens."""
     plan = services.plan
     point = resume_point(store, plan.fingerprint(), checkpoint, forget)
+    SHELF.keep_in(store.folder.absolute() / PICTURES)
     async with AsyncExitStack() as stack:
         config = plan.config
         counts = counts_of(config.cluster, config.engine_processes)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from kitae.data.data_files import clip, listed
+from kitae.data.pictures import as_data, as_source, is_pil, looks_like_picture
 from kitae.errors import DataError, StoreError
 from kitae.store.disk import write_whole
 
@@ -126,7 +127,9 @@ def _plain(value: Any) -> Any:
     if isinstance(value, date | time):
         return value.isoformat()
     if isinstance(value, bytes):
-        return f"({len(value)} bytes)"
+        return as_data(value) if looks_like_picture(value) else f"({len(value)} bytes)"
+    if is_pil(value):
+        return as_source(value)
     if hasattr(value, "tolist"):  # numbers and arrays of numpy and torch
         return _plain(value.tolist())
     return str(value)

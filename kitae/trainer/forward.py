@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kitae.data.packing import Observed, Row, Span, lay_out, pack
+from kitae.data.pictures import PICTURE
 from kitae.kernels.transfer import send
 from kitae.models.attention_seam import AttentionContext
 from kitae.models.logprobs import KeptColumns
@@ -111,12 +112,25 @@ def attention(policy: Policy, micro: MicroBatch) -> AttentionContext:
     return SplitAttention(whole, len(micro.tokens_T), policy.sequence)
 
 
+def turned(policy: Policy, micro: MicroBatch) -> Tensor:
+    """The positions that the tokens of a row are turned by: of each sequence those that its pictures leave it."""
+    if policy.vision is None or not policy.vision.moves or not bool((micro.tokens_T >= PICTURE).any()):
+        return micro.positions_T
+    tokens, turned_3T = micro.tokens_T.tolist(), micro.positions_T.expand(3, -1).clone()
+    for span in micro.spans:
+        before = tokens[span.prefix_start : span.prefix_start + span.prefix_length]
+        found = policy.turned(before + tokens[span.start : span.start + span.length])
+        if found is not None:
+            turned_3T[:, span.start : span.start + span.length] = found[:, len(before) :]
+    return turned_3T
+
+
 class Pass:
     """The inputs of a policy's forward pass: a whole micro-batch, or this process's part of the row."""
 
     def __init__(self, policy: Policy, micro: MicroBatch) -> None:
         self.context = attention(policy, micro)
-        self.tokens_T, self.positions_T, self.source_N = micro.tokens_T, micro.positions_T, micro.source_N
+        self.tokens_T, self.positions_T, self.source_N = micro.tokens_T, turned(policy, micro), micro.source_N
         self.own = micro  # with only those loss tokens that are computed here
         self._group, self._total = policy.sequence, len(micro.source_N)
         if self._group is not None:

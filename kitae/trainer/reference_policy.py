@@ -73,6 +73,8 @@ class Reference:
         kind, every = self._refresh.name, self._refresh.every
         if kind not in ("ema", "reset") or every is None or step % every:
             return
+        if self._policy.vision is not None and any(p.requires_grad for _, p, _ in self._pairs):
+            self._policy.vision.forget()
         with torch.no_grad():
             for i, (_, live, mine) in enumerate(self._pairs):
                 if kind == "ema":
@@ -104,4 +106,7 @@ def _frozen_copy(policy: Policy) -> Policy:
     """The same function in modules of its own; parameters that are not trained are shared with the policy."""
     kept = {id(p): p for p in policy.model.parameters() if not p.requires_grad}
     model = copy.deepcopy(policy.model, kept).requires_grad_(False).eval()
-    return Policy(model, policy.tokenizer, policy.source, exact=policy.exact)
+    found = Policy(model, policy.tokenizer, policy.source, exact=policy.exact)
+    if policy.vision is not None and found.vision is not None and not policy.vision.trained:
+        found.vision.share(policy.vision)
+    return found

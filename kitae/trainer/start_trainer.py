@@ -7,6 +7,7 @@ from kitae.algorithms.control import Control
 from kitae.algorithms.group_stages import GroupStages
 from kitae.clients.service import Service
 from kitae.config.root import DistilConfig, RLConfig, Root
+from kitae.errors import ModelError
 from kitae.models.load import load_policy
 from kitae.models.policy import Policy
 from kitae.observe.token_numbers import MOST_TOKENS, TokenChoice
@@ -80,6 +81,8 @@ def supervised(objective: Objective, training: LearningConfig, ranks: Ranks | No
 
 def inside_teacher(config: RLConfig, student: Policy) -> Teacher | None:
     """A teacher in this process, if the run has one."""
+    if isinstance(config, DistilConfig) and student.vision is not None:
+        raise ModelError(f"method.teacher must teach a model of text, got the student {student.source}, which sees")
     if not isinstance(config, DistilConfig) or not config.method.teacher.path:
         return None
     if config.method.teacher.place == "process":

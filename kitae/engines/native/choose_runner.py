@@ -33,6 +33,8 @@ def make_runner(
         return ModelRunner(policy, cache, plain=plain, draft_tokens=draft_tokens, proves=proves)
     if policy.exact and policy.device.type == "cpu":
         return ModelRunner(policy, cache, draft_tokens=draft_tokens, proves=proves)
+    if policy.vision is not None and policy.device.type != "cpu":
+        return ModelRunner(policy, cache, plain=plain, draft_tokens=draft_tokens, proves=proves)
     if not plain and policy.device.type == "cuda" and has_triton() and not cache.states:
         from kitae.engines.native.gpu_runner import CudaRunner
 

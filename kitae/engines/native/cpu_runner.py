@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kitae.data.pictures import PICTURE
 from kitae.engines.native.decoder_layers import DecoderLayer, inner_of, rotary_is_in, router_of
 from kitae.engines.native.fused_decoder import FusedDecoder, RecordExperts
 from kitae.engines.native.page_cache import KVCache
@@ -60,6 +61,7 @@ class CpuRunner(ModelRunner):
         return found
 
     def weights_changed(self) -> None:
+        super().weights_changed()
         if self.decoder is not None:
             self.decoder.stale = True
 
@@ -89,7 +91,7 @@ class CpuRunner(ModelRunner):
     def _prompt_states(
         self, tokens_T: Tensor, positions_T: Tensor, context: PrefillAttention | ExactAttention
     ) -> Tensor:
-        if self.decoder is None or isinstance(context, ExactAttention):
+        if self.decoder is None or isinstance(context, ExactAttention) or bool((tokens_T >= PICTURE).any()):
             return super()._prompt_states(tokens_T, positions_T, context)
         slots_T = context.page_of_T * self.cache.page_size + context.slot_of_T
         record = self.writer(context.page_of_T, context.slot_of_T)
@@ -106,7 +108,7 @@ class CpuRunner(ModelRunner):
         return self.decoder.rows(tokens_T, positions_T, slots_T, stretches_T, table, record)
 
     def _decode_states(self, tokens_B: Tensor, lengths_B: Tensor, table: Tensor) -> Tensor:
-        if self.decoder is None:
+        if self.decoder is None or self._shift_B is not None:
             return super()._decode_states(tokens_B, lengths_B, table)
         size, positions_B = self.cache.page_size, lengths_B.long() - 1
         pages_B = table.long().gather(1, (positions_B // size)[:, None])[:, 0]

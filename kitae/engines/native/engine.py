@@ -12,12 +12,13 @@ import asyncio
 import queue
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from typing import NamedTuple, TypeVar
 
 import torch
 
+from kitae.data.pictures import PICTURE
 from kitae.engines.base import Capabilities, Completion, EngineStats, Request, Sampled, WeightUpdate
 from kitae.engines.config import EngineConfig
 from kitae.engines.native.choose_runner import make_runner
@@ -27,7 +28,7 @@ from kitae.engines.native.page_cache import PAGE_SIZE, KVCache, PagePool
 from kitae.engines.native.runner import ModelRunner, Result
 from kitae.engines.native.scheduler import Scheduler
 from kitae.engines.native.sequence import Decoding, Sketch
-from kitae.errors import EngineError, RequestError
+from kitae.errors import EngineError, KitaeError, RequestError
 from kitae.kept_sets import KeptLog
 from kitae.kernels.allocation import dismiss_team, return_freed_memory
 from kitae.models.adapters import Adapter
@@ -100,6 +101,7 @@ class NativeEngine:
             self._remember if records_experts else None,
             PagePool(self.cache.states.slots) if self.cache.states else None,
             self.cache.slot_pages,
+            whole_prompts=policy.vision is not None,
         )
         self._grammars = Grammars(policy.tokenizer, policy.vocabulary)
         self.runner = self._make_runner()
@@ -150,6 +152,8 @@ class NativeEngine:
             kept=kept,
             following=following,
         )
+        if (turned := self.policy.turned(request.prompt_tokens)) is not None:
+            sequence.shift = int(turned[:, -1].max()) + 1 - len(request.prompt_tokens)
         self._commands.put(_Command(lambda: self._add(sequence), at_rest=False))
         try:
             return await future
@@ -229,7 +233,10 @@ class NativeEngine:
         self._check_shape(request)
         if len(request.prior.tokens) >= min(request.sampling.max_tokens, context - length):
             raise RequestError(f"request {request.id!r}: there is nothing left to sample after its prior tokens")
-        highest = max(request.prompt_tokens)
+        text = [token for token in request.prompt_tokens if token < PICTURE]
+        if len(text) < length:
+            self._check_pictures(request)
+        highest = max(text, default=0)
         if highest >= self.policy.vocabulary or min(request.prompt_tokens) < 0:
             raise RequestError(
                 f"request {request.id!r}: token ids must be in 0…{self.policy.vocabulary - 1}, got {highest}"
@@ -249,6 +256,20 @@ class NativeEngine:
         rows = self.policy.vocabulary
         if wrong := [token for token, _ in s.logit_bias if not 0 <= token < rows]:
             raise RequestError(f"request {request.id!r}: tokens of logit_bias must be in 0…{rows - 1}, got {wrong[0]}")
+
+    def _check_pictures(self, request: Request) -> None:
+        """Refuse pictures that nothing reads, that are not kept, or of which a part is missing."""
+        vision = self.policy.vision
+        shown = Counter(token for token in request.prompt_tokens if token >= PICTURE)
+        if vision is None:
+            raise RequestError(f"request {request.id!r}: a model of text cannot see, got {len(shown)} pictures")
+        for token, places in shown.items():
+            try:
+                whole = vision.reader.places(token)
+            except KitaeError as error:
+                raise RequestError(f"request {request.id!r}: {error}") from None
+            if places % whole:
+                raise RequestError(f"request {request.id!r}: a picture has {whole} places, got {places}")
 
     # The engine's thread.
 

@@ -83,9 +83,12 @@ class ModelRunner:
         self.adapters = RowAdapters(policy.device)
         self._routers = [] if cache.experts is None else routers_of(policy.model)
         self._step_states: StepStates | None = None  # of the step that is computed
+        self._shift_B: Tensor | None = None  # of the step's rows, see `Decoding.shift`; None: no row has any
 
     def weights_changed(self) -> None:
         """Called after every weight update."""
+        if self.policy.vision is not None and self.policy.vision.trained:
+            self.policy.vision.forget()
 
     def rest(self) -> None:
         """Called when the engine is paused: memory that the next step can fill again is freed."""
@@ -93,18 +96,20 @@ class ModelRunner:
     def prefill(self, admission: Admission) -> Result:
         """Compute new prompts, compute or swap in preempted tails, and sample the first token of fresh sequences."""
         states, size = self.cache.states, self.cache.page_size
+        whole = states is not None or self.policy.vision is not None
         prompts = [
             _Piece(p.tokens, p.start, p.pages, p.slot if p.start else None, p.slot, p.adapter)
             for p in admission.prefixes
         ]
         # From the last shared page border on: the tail of the prompt goes into the sequence's own page again. Mixers
-        # go on from the end of the prompt alone, which must be computed before.
+        # go on from the end of the prompt alone, which must be computed before; so does a prompt with pictures, none of
+        # which may be cut.
         tails = [
             _Piece((*s.request.prompt_tokens, *s.tokens[:-1]), start, s.pages, s.slot, s.slot, s.adapter)
             for s in admission.resumed
-            if s.swapped is None and s.cached > (start := s.prompt_length if states else s.prompt_length // size * size)
+            if s.swapped is None and s.cached > (start := s.prompt_length if whole else s.prompt_length // size * size)
         ]
-        ends = self._compute(prompts if states else prompts + tails)
+        ends = self._compute(prompts if whole else prompts + tails)
         for prefix, end in zip(admission.prefixes, ends, strict=False):
             prefix.hidden = end.clone()
         for s in admission.resumed:
@@ -114,6 +119,7 @@ class ModelRunner:
         self.cache.copy_pages([a for a, _ in admission.copies], [b for _, b in admission.copies])
         if states:
             states.copy([a for a, _ in admission.branches], [b for _, b in admission.branches])
+        if whole:
             self._compute(tails)
         if not admission.fresh:
             return lambda: StepTokens([], [], [], [])
@@ -147,9 +153,21 @@ class ModelRunner:
         else:
             context = PrefillAttention(self.cache, stretches, *places, self._follow(pieces, stretches))
         adapters = [p.adapter for p in pieces for _ in p.tokens[p.start :]]
+        turned = self._turned(pieces, positions_T)
         with self.recording(*places), using(self.adapters.of(adapters)):
-            hidden = self._prompt_states(tokens_T, positions_T, context)
+            hidden = self._prompt_states(tokens_T, turned, context)
         return [hidden[s.row + s.length - 1] for s in stretches]
+
+    def _turned(self, pieces: Sequence["_Piece"], positions_T: Tensor) -> Tensor:
+        """The positions that the tokens of pieces are turned by."""
+        vision = self.policy.vision
+        if vision is None or not vision.moves:
+            return positions_T
+        found = [(p, self.policy.turned(p.tokens)) for p in pieces]
+        if all(turned is None for _, turned in found):
+            return positions_T
+        own = (torch.arange(len(p.tokens), device=self.device).expand(3, -1) if t is None else t for p, t in found)
+        return torch.cat([turned[:, p.start :] for (p, _), turned in zip(found, own, strict=True)], 1)
 
     def _follow(self, pieces: Sequence["_Piece"], stretches: list[Stretch]) -> PromptStates | None:
         """How mixers compute these pieces."""
@@ -188,6 +206,9 @@ class ModelRunner:
             slots_B = torch.tensor([s.slot for s, _ in rows], device=self.device)
             self._step_states = StepStates(self.cache.states, slots_B)
         draws = self.prepare([s for s, _ in rows], [i for _, i in rows])
+        self._shift_B = None
+        if any(s.shift for s in running):
+            self._shift_B = torch.tensor([s.shift for s, _ in rows], device=self.device)
         with using(self.adapters.of([s.adapter for s, _ in rows])):
             hidden = self._decode_states(tokens_B, lengths_B, torch.from_numpy(table).to(self.device))
         drawn = self._sample(self._logits(hidden), [s for s, _ in rows], hidden, [i for _, i in rows], draws)
@@ -202,7 +223,7 @@ class ModelRunner:
         if self.policy.exact:
             context = ExactAttention(self.cache, Reach.of_last(table, lengths_B, size), page_B, last_B % size)
         with self.recording(page_B, last_B % size):
-            return self.policy.hidden(tokens_B, last_B, context)
+            return self.policy.hidden(tokens_B, last_B if self._shift_B is None else last_B + self._shift_B, context)
 
     def recording(self, page_T: Tensor, slot_T: Tensor) -> AbstractContextManager[None]:
         """The context of a pass of the policy's modules in which `writer` records their experts."""

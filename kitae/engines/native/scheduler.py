@@ -41,7 +41,7 @@ class Scheduler:
 
     swap_out: copies pages and a slot to the host, which has room for `host_pages`, of which a slot takes `slot_pages`.
     before_preemption: called with a sequence before its pages are taken. slots: of what mixers carry on; None: the
-    model has none.
+    model has none. whole_prompts: a tail is computed from the end of its prompt on alone, as it always is with mixers.
     """
 
     def __init__(
@@ -55,8 +55,10 @@ class Scheduler:
         before_preemption: Callable[[Decoding], None] | None = None,
         slots: PagePool | None = None,
         slot_pages: int = 0,
+        whole_prompts: bool = False,
     ) -> None:
         self.pool = pool
+        self._whole_prompts = whole_prompts or slots is not None
         self.slots = slots
         self._slot_pages = slot_pages
         self.page_size = page_size
@@ -137,8 +139,7 @@ class Scheduler:
         sequence.slot = self._take_slot()
         admission.tokens += work
         (admission.resumed if sequence.tokens else admission.fresh).append(sequence)
-        # With mixers a tail can be computed from the end of the prompt on alone.
-        if not sequence.swapped and (self.slots or not sequence.tokens):
+        if not sequence.swapped and (self._whole_prompts or not sequence.tokens):
             if sequence.prompt_length % self.page_size:
                 admission.copies.append((prefix.pages[shared], sequence.pages[shared]))
             if sequence.slot is not None and prefix.slot is not None:

@@ -2,10 +2,12 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 import numpy as np
 from torch import Tensor
 
+from kitae.data.pictures import PICTURE
 from kitae.engines.base import Completion, Request, Sampled
 from kitae.engines.native.grammars import Following
 from kitae.engines.native.ngram_speculation import NgramDrafts
@@ -69,6 +71,7 @@ class Decoding:
     otherwise, and may choose others. sketches: of the states that its own tokens were drawn from, where proofs are
     wanted. drafts: the text from which the host drafts tokens, once it has been asked to; drafted: those of the last
     step. kept: what the tokens could have been, where the request wants to know. following: its constraint, if any.
+    shift: how much further than their places its own tokens are turned, after pictures with rows and columns.
     """
 
     request: Request
@@ -89,6 +92,13 @@ class Decoding:
     adapter: Adapter | None = None
     kept: KeptLog | None = None
     following: Following | None = None
+    shift: int = 0
+
+    @property
+    def said(self) -> tuple[int, ...]:
+        """The prompt without places of pictures."""
+        prompt = self.request.prompt_tokens
+        return prompt if max(prompt) < PICTURE else tuple(token for token in prompt if token < PICTURE)
 
     @property
     def is_plain(self) -> bool:
@@ -98,7 +108,7 @@ class Decoding:
     def draw(self, ahead: int = 0, allowed: Words | None = None) -> RowDraw:
         """What decides its next token, or the one that comes after so many drafts."""
         answer = (*self.tokens, *self.drafted[:ahead])
-        return RowDraw(self.request.sampling, self.request.prompt_tokens, answer, allowed, self.request.keeps)
+        return RowDraw(self.request.sampling, self.said, answer, allowed, self.request.keeps)
 
     @property
     def key(self) -> PrefixKey:
@@ -124,7 +134,8 @@ class Decoding:
         if self.drafts is None:
             self.drafts = NgramDrafts(self.request.prompt_tokens)
         self.drafts.extend(self.tokens[len(self.drafts) - self.prompt_length :])
-        self.drafted = self.drafts.draft(min(count, self.limit - len(self.tokens) - 1))
+        drafted = self.drafts.draft(min(count, self.limit - len(self.tokens) - 1))
+        self.drafted = list(takewhile(lambda token: token < PICTURE, drafted))
         if self.following is not None:
             self.drafted = self.following.drafted = self.following.keep_valid(self.drafted)
         return self.drafted

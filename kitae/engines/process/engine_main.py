@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kitae.data.chat import Chat
+from kitae.data.pictures import SHELF
 from kitae.engines.base import Sampled, WeightUpdate
 from kitae.engines.config import EngineConfig
 from kitae.engines.process import engine_frames
@@ -47,6 +48,8 @@ def main(setup: dict[str, Any], stream: socket.socket) -> None:
         if setup["threads"] is not None:
             torch.set_num_threads(setup["threads"])
         columns = ColumnWriter(Path(setup["columns"]), setup["name"]) if setup["columns"] else None
+        if setup["pictures"]:
+            SHELF.keep_in(Path(setup["pictures"]))
         policy = load_policy(ModelConfig(**setup["model"]))
         if setup["records_experts"]:
             routers_of(policy.model)  # or it is refused

@@ -18,6 +18,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from kitae.data.pictures import SHELF
 from kitae.engines.base import Capabilities, Completion, EngineStats, Request, Sampled, WeightUpdate
 from kitae.engines.config import EngineConfig
 from kitae.engines.process import engine_frames
@@ -90,6 +91,7 @@ class ProcessEngine:
             "threads": threads,
             "name": name.replace(" ", "-"),
             "columns": "" if columns is None else str(columns.absolute()),
+            "pictures": str(SHELF.folder or ""),
             "records_experts": records_experts,
             "version": version,
             "address": asdict(replace(address, descriptors=())),

@@ -23,6 +23,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from kitae.data.pictures import PICTURE
 from kitae.engines.base import Capabilities, Completion, EngineStats, Request, Sampled, WeightUpdate
 from kitae.engines.requests_in_flight import Ending, Flight, Ledger
 from kitae.engines.servers.dialect import StreamEvent
@@ -223,6 +224,8 @@ class ServerEngine:
         problem = None
         if not request.prompt_tokens:
             problem = "the prompt is empty"
+        elif max(request.prompt_tokens) >= PICTURE:
+            problem = "a server cannot be sent pictures; engine.kind must be native"
         elif length >= self._context:
             problem = f"a prompt must have fewer than {self._context} tokens, got {length}"
         elif not 0 <= min(request.prompt_tokens) <= max(request.prompt_tokens) < self._vocabulary:

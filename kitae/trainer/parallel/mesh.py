@@ -62,6 +62,8 @@ class Parallel:
     def check(self, policy: Policy) -> None:
         """Raise unless this model's heads can be divided over the ranks."""
         name, tensor, sequence = policy.source, self.tensor, self.sequence
+        if policy.vision is not None:
+            raise ConfigError(f"cluster.ranks must be 1 for a model that sees, got {name}: its tower is not sharded")
         if self.peers > 1 and mixers_of(policy.model):
             raise ConfigError(
                 f"cluster.tensor and cluster.sequence must be 1 for {name}, whose layers carry a state through a whole "

@@ -102,7 +102,5 @@ def test_a_journal_without_room_for_them_is_refused(read_only: bool, tmp_path: P
     connection.execute("ALTER TABLE rollouts DROP COLUMN kept")
     connection.commit()
     connection.close()
-    with pytest.raises(
-        StoreError, match="last column is 'kept', got 'experts': another version of Kitae wrote it"
-    ):
+    with pytest.raises(StoreError, match="last column is 'kept', got 'experts': another version of Kitae wrote it"):
         Journal(path, read_only=read_only)
