@@ -34,9 +34,10 @@ from kitae.engines.config import EngineConfig
 from kitae.engines.native.engine import NativeEngine
 from kitae.errors import KitaeError
 from kitae.models.config import ModelConfig
-from kitae.models.load import export_policy, load_policy
+from kitae.models.load import load_policy
 from kitae.models.policy import Policy
 from kitae.models.quiet import quiet_transformers
+from kitae.models.written_folder import export_policy
 from kitae.trainer.base import Conditions, Role
 from kitae.trainer.build_worker import supervised_worker
 from kitae.trainer.config import TrainingConfig

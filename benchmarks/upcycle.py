@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kitae.errors import KitaeError, ModelError
-from kitae.models.load import find_model, written_whole
+from kitae.models.load import find_model
 from kitae.models.quiet import quiet_transformers
+from kitae.models.written_folder import written_whole
 
 if TYPE_CHECKING:
     from torch import Generator, Tensor

@@ -12,8 +12,9 @@ from kitae.errors import ModelError, StoreError
 from kitae.models.adapter_folder import is_adapter
 from kitae.models.config import ModelConfig
 from kitae.models.gguf_file import QUANTS, write_gguf
-from kitae.models.load import find_model, written_whole
+from kitae.models.load import find_model
 from kitae.models.merge_models import write_merged
+from kitae.models.written_folder import written_whole
 from kitae.run.model_card import merge_card, model_card
 from kitae.store.run_folder import is_run, read_config
 from kitae.store.run_summary import look

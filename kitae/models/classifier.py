@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from kitae.errors import ModelError
 from kitae.models.config import ModelConfig
-from kitae.models.load import find_model, load_tokenizer, pick_dtype, prepared, ready_device, written_whole
+from kitae.models.load import find_model, load_tokenizer, pick_dtype, prepared, ready_device
 from kitae.models.quiet import quiet_transformers, reading
+from kitae.models.written_folder import written_whole
 
 if TYPE_CHECKING:
     from torch import Tensor

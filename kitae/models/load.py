@@ -1,9 +1,7 @@
 """Find a model (folder, hub id or short name), load it, and write trained ones back as ordinary folders."""
 
 import importlib.util
-import os
 import platform
-import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -45,7 +43,7 @@ def find_model(path: str, *, download: bool = True) -> Path | None:
     if path == "tiny":
         return _cached("tiny", _make_tiny) if download else _cached_or_none("tiny")
     if path == SEEING:
-        return _cached(SEEING, _make_seeing) if download else _cached_or_none(SEEING)
+        return _cached(SEEING, partial(_make_tiny, family="qwen2_5_vl")) if download else _cached_or_none(SEEING)
     if path == SMOLLM2:
         return _find_smollm2(download)
     folder = Path(path).expanduser()
@@ -144,16 +142,10 @@ def _cached(name: str, make: Callable[[Path], object]) -> Path:
     return folder
 
 
-def _make_tiny(folder: Path) -> None:
-    from kitae.models.tiny import make_tiny
+def _make_tiny(folder: Path, family: str = "llama") -> None:
+    from kitae.models.tiny_seeing import make_random
 
-    make_tiny(folder)
-
-
-def _make_seeing(folder: Path) -> None:
-    from kitae.models.tiny_seeing import make_seeing
-
-    make_seeing(folder, "qwen2_5_vl")
+    make_random(folder, family)
 
 
 def _convert_gguf(file: Path, folder: Path) -> None:
@@ -450,48 +442,3 @@ def _disable_dropout(model: Any) -> None:
 
 def _never_training(self: Any, mode: bool = True) -> Any:
     return self
-
-
-def export_policy(policy: "Policy", folder: Path) -> None:
-    """Write a folder that `AutoModelForCausalLM.from_pretrained` loads, with tokenizer and chat template.
-
-    LoRA adapters are merged into the exported weights, and are in its folder `adapter` once more, as peft loads them;
-    the policy itself is not changed. If it is sharded, all ranks must call this, and the first one writes.
-    """
-    from kitae.models.lora import adapter_state, merged_state, save_adapter
-    from kitae.models.whole import is_writer
-
-    state, adapter = merged_state(policy), adapter_state(policy)
-    if not is_writer():
-        return
-    base: Any = policy.base
-    configs = list({id(c): c for c in (base.config, text_part(base).config)}.values())
-    implementations = [c._attn_implementation for c in configs]
-    for own in configs:
-        own._attn_implementation = None  # a saved folder must load without Kitae
-    try:
-        with written_whole(folder) as scratch, quiet_transformers():
-            base.save_pretrained(scratch, state_dict=state)
-            policy.tokenizer.save_pretrained(scratch)
-            if policy.vision is not None:
-                policy.vision.reader.save(scratch)
-            if adapter:
-                save_adapter(policy, adapter, scratch / "adapter")
-    finally:
-        for own, implementation in zip(configs, implementations, strict=True):
-            own._attn_implementation = implementation
-
-
-@contextmanager
-def written_whole(folder: Path) -> Iterator[Path]:
-    """A folder to write into, which replaces `folder` when everything is written."""
-    scratch = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(scratch, ignore_errors=True)
-    scratch.parent.mkdir(parents=True, exist_ok=True)
-    yield scratch
-    mask = os.umask(0o077)  # there is no other way to read it
-    os.umask(mask)
-    for path in scratch.rglob("*"):  # weights are written with permissions for their owner alone
-        path.chmod((0o777 if path.is_dir() else 0o666) & ~mask)
-    shutil.rmtree(folder, ignore_errors=True)
-    scratch.rename(folder)

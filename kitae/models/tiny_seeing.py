@@ -3,11 +3,12 @@
 As `kitae.models.tiny`, they are there for tries and tests; nothing of them was trained.
 """
 
+import json
 from pathlib import Path
 from typing import Any
 
 from kitae.models.quiet import quiet_transformers
-from kitae.models.tiny import make_tokenizer
+from kitae.models.tiny import make_tiny, make_tokenizer
 
 SEEING = (
     "smolvlm",
@@ -59,10 +60,13 @@ def make_seeing(
         tokenizer.save_pretrained(folder)
         _image_processor(family, side, patch).save_pretrained(folder)
         if rest := _processor_settings(family, side, patch):
-            import json
-
             (folder / "processor_config.json").write_text(json.dumps(rest))
     return folder
+
+
+def make_random(folder: Path, family: str) -> Path:
+    """A tiny random model of a family that sees or of another one."""
+    return make_seeing(folder, family) if family in SEEING else make_tiny(folder, family)
 
 
 def _tokenizer(family: str) -> Any:

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from kitae.errors import StoreError
 from kitae.models.adapters import Adapter, Factors
-from kitae.models.load import written_whole
 from kitae.models.policy import Policy
+from kitae.models.written_folder import written_whole
 from kitae.trainer.config import LearningConfig
 from kitae.trainer.optim import Optimizer, Update, UpdatePace
 

@@ -32,9 +32,9 @@ from kitae.data.packing import Row
 from kitae.engines.proof import UNIFORM
 from kitae.errors import StoreError
 from kitae.models.classifier import export_scalar
-from kitae.models.load import export_policy
 from kitae.models.policy import Policy
 from kitae.models.scalar import ScalarModel
+from kitae.models.written_folder import export_policy
 from kitae.observe.meter import Kind, Totals
 from kitae.trainer.base import Column, Conditions, Role
 from kitae.trainer.collective_ops import Alone, Distributed, Ranks

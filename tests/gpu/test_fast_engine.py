@@ -228,7 +228,7 @@ def test_updates_in_flight_and_suspending_leave_mixed_rows_alone(recompute: bool
 
 def test_the_joined_weights_train_and_save_as_before(tiny_policy: TinyPolicy, tmp_path: Path) -> None:
 
-    from kitae.models.load import export_policy
+    from kitae.models.written_folder import export_policy
 
     policy = tiny_policy("qwen2")
     before = {n: p.detach().clone() for n, p in policy.model.named_parameters()}

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kitae.kernels.adamw import whole
-from kitae.models.load import export_policy
+from kitae.models.written_folder import export_policy
 from kitae.trainer.parallel.mesh import OFFLOADS, Offload, Parallel
 
 sys.path.append(str(Path(__file__).parents[1] / "unit/trainer"))

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from kitae.engines.servers.tensor_files import WEIGHTS, write_tensors
 from kitae.errors import EngineError, WeightsDamaged
-from kitae.models.load import export_policy
 from kitae.models.lora import merged_state
 from kitae.models.policy import Policy
+from kitae.models.written_folder import export_policy
 from kitae.weights.base import Address, Manifest
 from kitae.weights.probe import Probe, score_probe
 from kitae.weights.transports import make_receiver

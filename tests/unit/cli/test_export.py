@@ -15,7 +15,8 @@ from kitae.cli.export import export
 from kitae.errors import KitaeError, ModelError, StoreError
 from kitae.models.config import ModelConfig
 from kitae.models.gguf_file import write_gguf
-from kitae.models.load import export_policy, load_policy
+from kitae.models.load import load_policy
+from kitae.models.written_folder import export_policy
 
 TEXT = "Reverse 12, 34, 56: the answer"
 

@@ -9,8 +9,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from kitae.errors import ModelError
 from kitae.models.config import ModelConfig
-from kitae.models.load import export_policy, load_policy
+from kitae.models.load import load_policy
 from kitae.models.policy import Policy
+from kitae.models.written_folder import export_policy
 
 
 def test_linear_layers_alone_are_adapted_and_exported(tiny_policy: Callable[..., Policy], tmp_path: Path) -> None:

@@ -22,8 +22,9 @@ from kitae.config.recipe import model_settings
 from kitae.errors import ConfigError, ModelError
 from kitae.models.config import WHOLE, ModelConfig
 from kitae.models.foreign_folder import joined, write_joined
-from kitae.models.load import export_policy, find_model, load_policy
+from kitae.models.load import find_model, load_policy
 from kitae.models.merge_models import mean_of, ties_of, write_merged
+from kitae.models.written_folder import export_policy
 from kitae.run.doubts import doubts_of_start
 
 peft = pytest.importorskip("peft")

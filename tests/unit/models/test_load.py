@@ -22,7 +22,6 @@ from kitae.models.load import (
     SMOLLM2,
     _read_once,
     check_model,
-    export_policy,
     find_model,
     load_policy,
     load_tokenizer,
@@ -33,6 +32,7 @@ from kitae.models.policy import Policy
 from kitae.models.scalar import ScalarModel
 from kitae.models.state_seam import MixerCache, mixers_of
 from kitae.models.tiny import ARCHITECTURES, HYBRIDS
+from kitae.models.written_folder import export_policy
 
 TinyPolicy = Callable[..., Policy]
 

@@ -16,7 +16,8 @@ from sharded import BOTH, CPU, GRPO, PPO, SHAPES, Case, Crew, Result, check, one
 from test_gradient import make_samples
 from torch import Tensor
 
-from kitae.models.load import export_policy, has_bfloat16
+from kitae.models.load import has_bfloat16
+from kitae.models.written_folder import export_policy
 from kitae.observe.meter import Kind, Totals
 from kitae.trainer.base import Role
 from kitae.trainer.parallel.mesh import Mesh, Parallel
