@@ -16,6 +16,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from kitae.data.picture_columns import COLUMNS
 from kitae.data.pictures import as_data, looks_like_picture
 from kitae.errors import DataError
 
@@ -280,14 +281,17 @@ def _read_parquet(file: File) -> Iterator[DataRow | DataError]:
 
 def _as_json(values: Mapping[str, Any]) -> dict[str, Any]:
     """A row as a JSON file would hold it: the journal and the verifiers' processes know nothing else."""
-    found: dict[str, Any] = json.loads(json.dumps(values, default=_as_text))
-    return found
+    return {k: json.loads(json.dumps(v, default=_as_picture if k in COLUMNS else _as_text)) for k, v in values.items()}
+
+
+def _as_picture(value: Any) -> Any:
+    return as_data(value) if isinstance(value, bytes) and looks_like_picture(value) else _as_text(value)
 
 
 def _as_text(value: Any) -> str:
-    """Dates as ISO has them, decimals and the like as they print; of bytes, pictures alone are read."""
+    """Dates as ISO has them, decimals and the like as they print; bytes that no column of pictures has are left out."""
     if isinstance(value, bytes):
-        return as_data(value) if looks_like_picture(value) else f"({len(value)} bytes)"
+        return f"({len(value)} bytes)"
     return value.isoformat() if isinstance(value, date | time) else str(value)
 
 

@@ -88,24 +88,24 @@ def _read_number(rng: random.Random, params: Mapping[str, Any]) -> tuple[str, st
     return "Which number?", text, _saved(canvas)
 
 
-_SIDE = (_SHORTEST, 512)
+_SIDE, _EXAMPLES = (_SHORTEST, 512), (0, 4)
 PICTURE_TASKS: dict[str, tuple[str, Mapping[str, Any], Mapping[str, tuple[int, int]], Paint]] = {
     "count-discs": (
         "Count the discs in a picture.",
-        {"side": 32, "most": 4},
-        {"side": _SIDE, "most": (1, 9)},
+        {"side": 32, "most": 4, "examples": 0},
+        {"side": _SIDE, "most": (1, 9), "examples": _EXAMPLES},
         _count_discs,
     ),
     "compare-sides": (
         "Say which half of a picture has more discs.",
-        {"side": 32, "most": 4},
-        {"side": _SIDE, "most": (2, 9)},
+        {"side": 32, "most": 4, "examples": 0},
+        {"side": _SIDE, "most": (2, 9), "examples": _EXAMPLES},
         _compare_sides,
     ),
     "read-number": (
         "Read a number in a picture.",
-        {"side": 32, "digits": 1},
-        {"side": (32, 512), "digits": (1, 6)},
+        {"side": 32, "digits": 1, "examples": 0},
+        {"side": (32, 512), "digits": (1, 6), "examples": _EXAMPLES},
         _read_number,
     ),
 }

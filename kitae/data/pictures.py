@@ -261,8 +261,8 @@ def sources_of(messages: Iterable[Message]) -> Iterator[str]:
     """The sources of all pictures in messages, in their order."""
     for message in messages:
         for part in message.parts:
-            if part.get("type") == "image":
-                yield str(part["image"])
+            if part.get("type") in IMAGES:
+                yield str(given_of(part))
 
 
 def kept(messages: Sequence[Message], shelf: Shelf = SHELF) -> tuple[Message, ...]:

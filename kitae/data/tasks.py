@@ -65,10 +65,14 @@ class Task:
         shots = random.Random(f"{self.name}/examples/{EXAMPLES_SEED}")
         turns = [Message("system", "Answer only.")]
         for _ in range(params["examples"]):
-            question, answer = self.draw(shots, params)
-            turns += Message("user", question), Message("assistant", answer)
+            question, answer = self.ask(shots, params)
+            turns += question, Message("assistant", answer)
+        question, answer = self.ask(rng, params)
+        return (*turns, question), answer
+
+    def ask(self, rng: random.Random, params: Params) -> tuple[Message, str]:
         question, answer = self.draw(rng, params)
-        return (*turns, Message("user", question)), answer
+        return Message("user", question), answer
 
     def problem(
         self, seed: int, split: Split, params: Params, index: int, taken: AbstractSet[str] = frozenset()
@@ -124,10 +128,10 @@ class PictureTask(Task):
 
     paint: Callable[[random.Random, Params], tuple[str, str, bytes]] = lambda rng, params: ("", "", b"")
 
-    def make(self, rng: random.Random, params: Params) -> Problem:
+    def ask(self, rng: random.Random, params: Params) -> tuple[Message, str]:
         question, answer, content = self.paint(rng, params)
         part = image_part(name_of(SHELF.put(as_data(content))))
-        return (Message("user", parts=(part, {"type": "text", "text": question})),), answer
+        return Message("user", parts=(part, {"type": "text", "text": question})), answer
 
 
 def said(message: Message) -> str:

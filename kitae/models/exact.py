@@ -23,6 +23,7 @@ from kitae.kernels.exact.exact_products import MANY, TILE, linear, missing
 from kitae.models.attention_seam import AttentionContext
 from kitae.models.fuse import fuse_with
 from kitae.models.logprobs import HeadTransform
+from kitae.models.parts import text_part
 from kitae.models.policy import Policy
 
 _ANGLES = 512  # positions of the rotary table that are computed together
@@ -31,9 +32,11 @@ _PROBE = [1, 30, 9]  # the probe's tokens in each of several passes
 
 def make_exact(policy: Policy) -> None:
     """Replace the modules of a loaded policy, its adapters included."""
-    model, source, device, dtype = policy.model, policy.source, policy.device, policy.dtype
+    model, source, device, dtype = text_part(policy.base), policy.source, policy.device, policy.dtype
     if reason := missing(device, dtype, policy.head_dim):
         raise ModelError(f"model.exact does not cover {source} in {dtype} on {device}: {reason}")
+    if policy.vision is not None and policy.vision.moves:
+        raise ModelError(f"model.exact does not cover {source}: its pictures turn tokens by rows and columns")
     _refuse_unknown(model, source)
     if len(sizes := {call.size for call in policy.attended()}) > 1:
         raise ModelError(
@@ -41,7 +44,7 @@ def make_exact(policy: Policy) -> None:
         )
     kernels = training_kernels(device, dtype)
     assert kernels is not None
-    for module in _modules(model):
+    for module in (*_modules(model), policy.head):
         if _is_linear(module):
             module.forward = MethodType(_linear, module)  # bound, so that a deep copy uses its own weights
     fuse_with(ModuleKernels(kernels.modules.rms_norm, kernels.modules.swiglu), model)

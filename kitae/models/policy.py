@@ -49,7 +49,7 @@ class Policy(torch.nn.Module):
         last = getattr(base, "lm_head", None)  # of ModernBERT, a layer between its decoder and its head
         self.__dict__["between"] = last if last is not self.head else None
         reader = reader_of(tokenizer)
-        self.vision = None if reader is None else Vision(base, reader)  # None: a model of text alone
+        self.vision = None if reader is None else Vision(base, reader, alone=exact)  # None: a model of text alone
         limit_steps(model)
         config = base.config.get_text_config()
         self.layers = int(config.num_hidden_layers)

@@ -1,7 +1,7 @@
 """How a policy sees: features of pictures in the places of a row, and positions that know of rows and columns.
 
-A picture's features are computed once, by the tower of transformers, alone, whatever batch it comes in, and stand in
-each of its places in place of the embedding. A tower that is not trained computes a picture once for engine and
+A picture's features are computed once, by the tower of transformers, and stand in each of its places in place of the
+embedding. A tower that is not trained computes a picture once for engine and
 trainer together. One that is trained computes it once for each pass of the trainer, where gradients of all places add
 up, and once for each version in the engine.
 """
@@ -23,13 +23,15 @@ from kitae.models.picture_reader import PictureReader
 from kitae.types import IntArray
 
 _MOST_BYTES = 1 << 29  # of features that are kept
+_TOGETHER = 64  # pictures that go through the tower at a time
 
 
 class Vision:
-    """`Vision(base, reader)`; base: the whole model of transformers, with its tower, which is trained or not."""
+    """`Vision(base, reader)`; base: the whole model of transformers, with its tower, which is trained or not. alone:
+    each picture goes through the tower alone, and so gets the same features to the last bit."""
 
-    def __init__(self, base: Any, reader: PictureReader) -> None:
-        self.reader = reader
+    def __init__(self, base: Any, reader: PictureReader, *, alone: bool = False) -> None:
+        self.reader, self.alone = reader, alone
         self.trained = any(p.requires_grad for p in towers_of(base))
         self._model, self._decoder = base.model, (decoder := decoder_of(base))
         self._turns = getattr(self._model, "get_rope_index", None)
@@ -61,7 +63,7 @@ class Vision:
         tokens = tokens_T[seen_T].tolist()
         if not tokens:
             return {}
-        found = {token: self._features(token) for token in dict.fromkeys(tokens)}
+        found = self._features(list(dict.fromkeys(tokens)))
         met = dict.fromkeys(found, 0)
         starts, total = {}, 0
         for token, features in found.items():
@@ -78,34 +80,52 @@ class Vision:
             given |= {"visual_pos_masks": seen_T[None], "deepstack_visual_embeds": list(every[1:].to(embeds.dtype))}
         return given
 
-    def _features(self, token: int) -> Tensor:
-        """`[1 + deep, places, H]`: those that stand in place of embeddings, and those that layers add."""
+    def _features(self, tokens: Sequence[int]) -> dict[int, Tensor]:
+        """`[1 + deep, places, H]` of each: those that stand in place of embeddings, and those that layers add."""
         if self.trained and torch.is_grad_enabled():
-            return self._compute(token)
+            return self._compute(tokens)
         with self._lock:
-            if (known := self._kept.get(token)) is not None:
-                self._kept.move_to_end(token)
-                return known
+            found = {token: self._kept[token] for token in tokens if token in self._kept}
         with torch.inference_mode(False), torch.no_grad():  # the trainer differentiates through what follows
-            made = self._compute(token)
+            made = self._compute([token for token in tokens if token not in found])
         with self._lock:
-            self._kept[token] = made
-            while len(self._kept) * made.nbytes > _MOST_BYTES and len(self._kept) > 1:  # as if all were as large
-                self._kept.popitem(last=False)
-        return made
+            for token, features in (found | {t: f.clone() for t, f in made.items()}).items():  # not views of a batch
+                self._kept.pop(token, None)
+                self._kept[token] = features
+                while (
+                    len(self._kept) * features.nbytes > _MOST_BYTES and len(self._kept) > 1
+                ):  # as if all were so large
+                    self._kept.popitem(last=False)
+        return found | made
 
-    def _compute(self, token: int) -> Tensor:
+    def _compute(self, tokens: Sequence[int]) -> dict[int, Tensor]:
+        """Pictures whose inputs are alike go through the tower together; in exact mode each goes alone."""
+        alike: dict[Any, list[int]] = {}
+        for token in tokens:
+            shapes = tuple((name, tuple(x.shape[1:])) for name, x in self._pixels(token).items())
+            alike.setdefault(token if self.alone else shapes, []).append(token)
+        found: dict[int, Tensor] = {}
+        for group in alike.values():
+            for part in (group[i : i + _TOGETHER] for i in range(0, len(group), _TOGETHER)):
+                found |= dict(zip(part, self._pass(part), strict=True))
+        return found
+
+    def _pixels(self, token: int) -> dict[str, Tensor]:
+        return {k: v for k, v in self.reader.see(token).pixels.items() if k in self._takes}
+
+    def _pass(self, tokens: Sequence[int]) -> Sequence[Tensor]:
         device = next(self._model.parameters()).device
-        seen = self.reader.see(token)
-        pixels = {k: v.to(device) for k, v in seen.pixels.items() if k in self._takes}
+        each = [self._pixels(token) for token in tokens]
+        pixels = {name: torch.cat([one[name] for one in each]).to(device) for name in each[0]}
         found = self._model.get_image_features(**pixels, return_dict=True)
         parts = [found.pooler_output, *(getattr(found, "deepstack_features", None) or () if self._deep else ())]
         features = torch.stack([_joined(part) for part in parts])
-        if features.shape[1] != seen.places:
+        places = [self.reader.places(token) for token in tokens]
+        if features.shape[1] != sum(places):
             raise ModelError(
-                f"the tower must give a picture's {seen.places} places as many features, got {features.shape[1]}"
+                f"the tower must give {sum(places)} places of pictures as many features, got {features.shape[1]}"
             )
-        return features
+        return torch.split(features, places, 1)
 
     def positions(self, tokens: Sequence[int]) -> IntArray | None:
         """`[3, T]`: where the tokens of a whole sequence are turned to; None: each to its place in the sequence."""

@@ -231,7 +231,8 @@ BAD = [
     ({"messages": [{"from": "human", "value": "x"}]}, "data.format='sharegpt' reads messages with from and value"),
     ({"messages": [TURN, {"role": "assistant", "content": " "}]}, "must say something or call a tool"),
     ({"messages": [TURN, {"role": "assistant", "content": None}]}, "must be text or a list of parts, got None"),
-    ({"messages": [{"role": "user", "content": [{"type": "image"}]}, REPLY]}, "a part of a message must be text"),
+    ({"messages": [{"role": "user", "content": [{"type": "image"}]}, REPLY]}, "more pictures than their row has"),
+    ({"messages": [{"role": "user", "content": [{"type": "video"}]}, REPLY]}, "a part of a message must be text"),
     ({"messages": [{**TURN, "tool_calls": [{"name": "add"}]}, REPLY]}, "only an assistant calls tools"),
     ({"messages": [TURN, {**REPLY, "tool_calls": [{"arguments": {}}]}]}, "a tool call must have a name"),
     (
@@ -352,7 +353,7 @@ class TestSettings:
     @pytest.mark.parametrize(
         ("values", "message"),
         [
-            ({}, "exactly one of path, mix, hub, got none"),
+            ({}, "exactly one of path, mix, hub, task, got none"),
             ({"path": "a", "hub": "b/c"}, "got path and hub"),
             ({"mix": [{"path": "a", "weight": 1}, {"path": "b"}]}, "a weight for every file or for none"),
             ({"mix": [{"path": "a", "weight": 0}]}, "greater than 0"),

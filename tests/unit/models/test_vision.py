@@ -133,7 +133,7 @@ def test_packed_rows_give_the_gradients_of_separate_ones(family: str, root: Path
     samples = made_samples(policy)
     computed = []
     compute = policy.vision._compute
-    policy.vision._compute = lambda token: (computed.append(token), compute(token))[1]  # type: ignore[method-assign]
+    policy.vision._compute = lambda tokens: (computed.extend(tokens), compute(tokens))[1]  # type: ignore[method-assign]
     packed, scores = gradients(policy, [samples], True)
     assert len(computed) == len(set(computed)) == 2
     alone, expected = gradients(policy, [[s] for s in samples], False)
@@ -149,7 +149,7 @@ def test_a_frozen_tower_has_no_gradient_and_is_computed_once(root: Path) -> None
     assert policy.vision is not None and not policy.vision.trained
     computed = []
     compute = policy.vision._compute
-    policy.vision._compute = lambda token: (computed.append(token), compute(token))[1]  # type: ignore[method-assign]
+    policy.vision._compute = lambda tokens: (computed.extend(tokens), compute(tokens))[1]  # type: ignore[method-assign]
     prompts = [Chat(policy.tokenizer).encode_prompt(PROMPT)]
     asyncio.run(sample(policy, prompts))
     found, _ = gradients(policy, [made_samples(policy)], True)
