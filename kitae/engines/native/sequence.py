@@ -108,7 +108,8 @@ class Decoding:
     def draw(self, ahead: int = 0, allowed: Words | None = None) -> RowDraw:
         """What decides its next token, or the one that comes after so many drafts."""
         answer = (*self.tokens, *self.drafted[:ahead])
-        return RowDraw(self.request.sampling, self.said, answer, allowed, self.request.keeps)
+        prompt = self.said if self.request.sampling.penalised else ()
+        return RowDraw(self.request.sampling, prompt, answer, allowed, self.request.keeps)
 
     @property
     def key(self) -> PrefixKey:
