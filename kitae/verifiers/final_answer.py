@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from kitae.data.boxes import boxes
 from kitae.errors import VerifierError
 from kitae.verifiers.hedges import LETTER, is_hedged, joins
+from kitae.verifiers.visible_text import shown
 
 _TAIL = 4_000  # characters at the end of a response that are searched for phrases and expressions
 _REACH = 400  # characters after a phrase that can belong to its answer
@@ -143,9 +144,9 @@ def find_answers(text: str, order: tuple[str, ...]) -> Iterator[str]:
 
 
 def after_reasoning(text: str) -> str:
-    """The text after the reasoning, with the digits of all scripts as 0 to 9."""
+    """What is shown after the reasoning, with the digits of all scripts as 0 to 9."""
     _, _, after = text.rpartition(_THOUGHT_END)
-    text = after if after.strip() else text
+    text = shown(after if after.strip() else text)
     if text.isascii():
         return text
     return re.sub(r"(?![0-9])\d", lambda digit: str(unicodedata.decimal(digit[0])), text)

@@ -38,7 +38,8 @@ _FILLER = (
     r"(?:\s+(?:be|is|it|its|equal|to|just|only|the|an?|actually|really|exactly|simply|possibly|number|value|answer"
 )
 _FILLER += r"|option|choice))*"
-_OPENING = r"[\s*_\"'`$({\[]*(?:\\(?:text|mathrm|textbf|mathbf|boxed)\s*\{\s*|\\[(\[]\s*)*"
+_OPENING = r"(?:(?:(?<=answer)|(?<=option)|(?<=choice))\s*:)?"
+_OPENING += r"[\s*_\"'`$({\[]*(?:\\(?:text|mathrm|textbf|mathbf|boxed)\s*\{\s*|\\[(\[]\s*)*"
 _DENIED_BEFORE_RE = re.compile(
     rf"(?:(?<![^\W_])(?:not|never|neither|nor|cannot|none(?:\s+of\s+(?:them|these|those|the\s+above))?,?|nicht|pas|nie"
     r"|(?:any|every|all|some|no)(?:thing|one|body|\s+numbers?|\s+values?|\s+options?|\s+letters?)?(?:\s+else)?\s+(?:but|except"
@@ -64,7 +65,7 @@ _WEAKENED_AFTER_RE = re.compile(
     r"|whatever|another|others?|else|not|none|all|neither|both|anything|any)\b"
     r"|[\s*_\"'`$)}\].,;!?]+no\s*[,.;!](?!\s*\\boxed)"
     r"|[,\s]*and\s+(?:up|upwards?|above|below|over|more|less)\b(?!\s+[a-z])"
-    r"|-?ish\b|\s+(?:mod|modulo)\s|\s+(?:squared|cubed|factorial)\b(?!\s+[a-z])"
+    r"|\s*[:=]\s*(?:false|wrong|incorrect|no)\b|[,\s]+(?:negated|negative|in\s+no\s+case|below\s+zero)\b|-?ish\b|\s+(?:mod|modulo)\s|\s+(?:squared|cubed|factorial)\b(?!\s+[a-z])"
     r"|\s*\+(?!\s*[\w(\\.])|\s+give\s+or\s+take\b|\s+(?:less|more|fewer|times|short|off)\s+(?:than|of|from|as)\s+[$\\]*[0-9]"
     r"|\s*\\?%\s+of\s+[0-9]|[,;\s(]*(?:unless|if\b(?=[^.\n]*\b(?:else|otherwise)\b)|±|\+/-|plus\s+or\s+minus|\\pm(?![A-Za-z])))",
     re.IGNORECASE,

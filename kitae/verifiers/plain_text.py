@@ -20,7 +20,7 @@ from kitae.types import Score
 from kitae.verifiers.final_answer import boxed_answer
 from kitae.verifiers.hedges import is_hedged
 from kitae.verifiers.math.units import MAGNITUDES
-from kitae.verifiers.visible_text import spaced, tokens
+from kitae.verifiers.visible_text import shown, spaced, tokens
 
 _NUMBER = (
     r"(?:(?<![A-Za-z0-9)\]}])[-+\u2212])?+"  # a sign, but not the minus of 5-3
@@ -38,12 +38,13 @@ _MAGNITUDE_RE = re.compile(rf"{_GAP}({'|'.join(MAGNITUDES)})(?<!dozen)s?\b", re.
 _GOES_ON_RE = re.compile(  # what follows a number that is part of a formula: 3/4, 3^4, 3x, 3 + 4, 3 or 4, 3 1/4
     r"\s*+(?:/\s*+(?:[0-9(\\{]|[a-z](?![a-z]))|\^(?!\s*+\{?\s*+(?:\\circ|\\degree|\\text|th|st|nd|rd))|!(?=\s*+[}$])"
     r"|\\(?:[dt]?frac|sqrt|pi|times|cdot|div|pm|d?binom|[lc]?dots)(?![A-Za-z])|[*×·÷±+]\s*+[\\(0-9]|[-\u2212]\s*+[0-9(]"
+    r"|[²³¼½¾⅓⅔]|\s+and\s+(?:a|one)\s+(?:half|third|quarter)\b"
     r"|[a-ceikn-rt-z](?![A-Za-z])(?<=[0-9].)|x\s*+[0-9]|[0-9]+\s*+/\s*+[0-9]"
     r"|,?\s*+(?:\\text\s*+\{\s*+)?(?:or|oder|ou)\b[^\n.0-9]{0,8}+[0-9])"
 )
 _WENT_BEFORE_RE = re.compile(  # what precedes such a number: x^3, \frac{2}{3}, \sqrt 3, 2 * 3, x > 3
     r"(?:(?:[0-9)}]|(?<![A-Za-z])[A-Za-z])\s*[\^_/*×·÷+]|[√<>≤≥]"
-    r"|[\}\]]\s*\{|(?<![A-Za-z])(?:log|ln|sqrt|sin|cos|tan|exp)\s*\(?\s*\Z|\\(?:[dt]?frac|sqrt|d?binom|log|ln|times|cdot|div|pm|[lg]eq?)(?:\[[^\[\]]*\])?)\s*[{(]?\s*\Z"
+    r"|[\}\]]\s*\{|[-\u2212]\(|(?<![A-Za-z])(?:log|ln|sqrt|sin|cos|tan|exp)\s*\(?\s*\Z|\\(?:[dt]?frac|sqrt|d?binom|log|ln|times|cdot|div|pm|[lg]eq?)(?:\[[^\[\]]*\])?)\s*[{(]?\s*\Z"
 )
 _REASON_RE = re.compile(r"[0-9%](?:\s[A-Za-z]+){0,3}?,?\s\(?(?:because|since|that is|i\.e\.)(?!\w)")
 _EXPONENT_RE = re.compile(r"[A-Za-z}][\^_]\{?-?\Z")  # before the 2 of m^2
@@ -270,7 +271,7 @@ def choice(
         )
     if pick not in ("last", "first"):
         return Score.error(f"pick must be 'last' or 'first', got {pick!r}")
-    text = spaced(after_thought(response))
+    text = spaced(shown(after_thought(response)))
     if not text.isascii():
         text = _CYRILLIC_RE.sub(lambda c: c[0].translate(_LATIN), text.translate(_CIRCLED))
     text = _MARKUP_RE.sub(" ", text)
@@ -480,7 +481,7 @@ def _reference_number(text: str) -> Decimal | None:
 
 def final_number(text: str) -> Decimal | None:
     """The number that `number` reads in a response, or None."""
-    text = spaced(after_thought(text))
+    text = spaced(shown(after_thought(text)))
     if text.count(r"\boxed") > 1 and (boxed := boxed_answer(text)) != last_boxed(text):  # several, side by side
         return _first_number(boxed or "")
     text = _LATEX_COMMA_RE.sub(",", inside_tag(text, "answer") or text)

@@ -18,17 +18,18 @@ from kitae.data.boxes import last_boxed
 from kitae.types import Score
 from kitae.verifiers.hedges import joins
 from kitae.verifiers.plain_text import after_thought, inside_tag
+from kitae.verifiers.visible_text import shown
 
 _KNIGHTS = "knights? truth-?tellers?"
 _KNAVES = "knaves? liars?"
 _MARK_RE = re.compile(r"\b(?:conclusion|(?:final\s+)?answer|solution)[\s*_#]*(?:\b(?:is|are)\b|[:：])", re.IGNORECASE)
 _NOT_BEFORE_RE = re.compile(
     r"(?:(?:^|[^\w])(?:not|never|neither|nor|no|hardly|scarcely|barely|cannot|far\s+from|former|ex-?|opposite\s+of|anything\s+but|other\s+than|rather\s+than"
-    r"|instead\s+of|unlike)|n['’]t|(?<!\w)non-?)(?:\s+(?:a|an|the|be|being|actually|really))*\s*$",
+    r"|instead\s+of|unlike)|n['’]t|[!¬≠]|(?<!\w)(?:non|anti)-?)(?:\s+(?:a|an|the|be|being|actually|really))*\s*$",
     re.IGNORECASE,
 )
 _LETTERS = r"A-Za-z\u00c0-\u024f\u0400-\u04ff"
-_SUPPOSED = r"\b(?:if|suppose|supposing|assum\w+|would|could|might|either|whether)\b|\?"
+_SUPPOSED = r"\b(?:iff?|in\s+no\s+case|suppose|supposing|assum\w+|would|could|might|either|whether)\b|\?"
 _SUPPOSED += r"|\b(?:false|untrue|not\s+true|wrong|not\s+the\s+case|impossible|doubt|deny)\b"
 _SUPPOSED_RE = re.compile(_SUPPOSED, re.IGNORECASE)
 _UNSURE_RE = re.compile(rf"\b(?:says?|said|claims?|claimed)\b|{_SUPPOSED}", re.IGNORECASE)
@@ -132,7 +133,7 @@ def _missed(reason: str) -> Score:
 
 def _final_parts(response: str) -> Iterator[tuple[str, bool]]:
     """The parts that may hold the final answer, the likeliest first, and whether a mark says so."""
-    text = after_thought(response)[-_TAIL:]
+    text = shown(after_thought(response)[-_TAIL:])
     tagged = inside_tag(text, "answer")
     if tagged:
         yield tagged, True
@@ -201,7 +202,7 @@ def _role_pattern(knight: str, knave: str) -> re.Pattern[str]:
         return "|".join([*known.split(), *(f"{re.escape(word)}s?" for word in own.split())])
 
     roles = rf"(?P<knight>{words(_KNIGHTS, knight)})|(?P<knave>{words(_KNAVES, knave)})"
-    return re.compile(rf"(?<![{_LETTERS}])(?:{roles})(?![{_LETTERS}])", re.IGNORECASE)
+    return re.compile(rf"(?<![{_LETTERS}])(?:{roles})(?![{_LETTERS}]|['’]s\b)", re.IGNORECASE)
 
 
 def _statements(text: str, people: tuple[str, ...], knight: str, knave: str) -> Iterator[tuple[str, bool | None]]:
@@ -323,7 +324,10 @@ _TOKEN_RE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?|[-+*/()])")
 _ARITHMETIC_RE = re.compile(r"[-+*/()=.\s0-9]+")
 _OPERATOR_RE = re.compile(r"[-+*/=]")
 _FOREIGN_OPERATOR_RE = re.compile(r"[0-9)]\s*[%^!√]\s*[0-9(]")
-_DENIED_RE = re.compile(r"\W*(?:not|never|anything\s+but)\b", re.IGNORECASE)
+_DENIED_RE = re.compile(
+    r"\W*(?:not|never|anything\s+but)\b|.{0,500}?[0-9)]\W+(?:is|was)\s+(?:wrong|incorrect|false|not\s+(?:right|correct|it))\b",
+    re.IGNORECASE,
+)
 _DIGIT_RE = re.compile(r"[0-9]")
 _BARE_RE = re.compile(r"-?[0-9]+(?:\.[0-9]+)?")
 _DECORATION = " \t\r*_`$.,;:!\"'"

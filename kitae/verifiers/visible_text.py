@@ -20,6 +20,20 @@ _ASCII_UNSEEN_RE = re.compile(r"[\x00-\x08\x0e-\x1b\x7f]")
 _WIDE = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)}
 _MARKUP_RE = re.compile(r"<!--.*?(?:-->|\Z)|</?[A-Za-z][^<>]{0,200}>", re.DOTALL)
 _EMPTY_RE = re.compile(r"(?:\s|\*\*|__|~~|``)*")  # marks of Markdown around nothing
+_BRACED = r"\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*+\})*+\})*+\}"
+_UNSHOWN_RE = re.compile(  # comments, what is struck out, and what has the colour of the page
+    r"<!--.*?(?:-->|\Z)|<(del|s|strike)\b[^<>]{0,200}>.*?(?:</\1\s*>|\Z)"
+    r"|<(\w{1,20})\b[^<>]{0,200}(?:\bhidden\b|display\s*:\s*none|visibility\s*:\s*hidden)[^<>]{0,200}>.*?(?:</\2\s*>|\Z)"
+    r"|(?<![~\w\\}])~~(?![\s~])[^~\n]{1,400}(?<!\s)~~(?![~\w\\{])"
+    rf"|\\(?:[hv]?phantom|[bx]?cancel|sout|st|color\s*\{{white\}}|textcolor\s*\{{white\}})\s*{_BRACED}"
+    rf"|\{{\\color\s*\{{white\}}(?:[^{{}}]|{_BRACED})*+\}}|\\iffalse\b.*?(?:\\fi\b|\Z)|^[ \t]*%[^\n]*"
+    r"|\[//\]:[^\n]*",
+    re.DOTALL | re.IGNORECASE | re.MULTILINE,
+)
+_MAY_BE_UNSHOWN_RE = re.compile(
+    r"~~|<[!A-Za-z]|phantom|cancel\s*\{|\\sout|\\st\s*\{|white|\\iffalse|^[ \t]*%|\[//\]", re.I | re.M
+)
+_STRUCK_RE = re.compile(r"\w[\u0335-\u0338\u20d2\u20d3\u20dd\u20e0\u20e5\u20eb]+")
 _MAX_PIECES = 4  # of one word: state-of-the-art
 _MAX_LETTERS = 20  # of a word of several pieces
 _LONG_WORD = 32  # letters; a longer one is no word
@@ -40,6 +54,13 @@ def visible(text: str) -> str:
     if text.isascii():
         return text if _is_plain(text) else _ASCII_UNSEEN_RE.sub("", text)
     return str(_UNSEEN_RE.sub("", unicodedata.normalize("NFKC", text)))
+
+
+def shown(text: str) -> str:
+    """The text without what a page would not show, or would strike out: `"~~8~~ 7 <!-- 9 -->"` → `"  7  "`."""
+    if not text.isascii():
+        text = _STRUCK_RE.sub(" ", text)
+    return _UNSHOWN_RE.sub(" ", text) if _MAY_BE_UNSHOWN_RE.search(text) else text
 
 
 def spaced(text: str) -> str:
