@@ -63,6 +63,7 @@ class Shelf:
 
     def __init__(self, folder: Path | None = None) -> None:
         self.folder = folder
+        self.most_bytes: int | None = None  # of contents in memory; the oldest are forgotten
         self._contents: dict[int, bytes | Path] = {}
         self._lock = threading.Lock()
 
@@ -79,7 +80,16 @@ class Shelf:
             token = self._place(content)
             if token not in self._contents:
                 self._contents[token] = content if source.startswith("data:") else Path(source)
+                self._forget_oldest()
         return token
+
+    def _forget_oldest(self) -> None:
+        if self.most_bytes is not None:
+            held = {token: len(found) for token, found in self._contents.items() if isinstance(found, bytes)}
+            for token in list(held)[:-1]:
+                if sum(held.values()) <= self.most_bytes:
+                    break
+                del held[token], self._contents[token]
 
     def keep(self, token: int) -> None:
         """Put a picture that is used into the folder, if there is one."""

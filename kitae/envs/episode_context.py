@@ -12,10 +12,11 @@ from numbers import Real
 from typing import Any, Protocol, runtime_checkable
 
 from kitae.data.chat import Chat
+from kitae.data.pictures import kept
 from kitae.data.tool_arguments import function_of
 from kitae.engines.base import Engine, Sampled, SamplingParams
 from kitae.envs.base import Agent, Environment, EpisodeLimits, Observation, Opening
-from kitae.errors import EngineError, Interrupted, RequestError, StalledError, StoreError, root_cause
+from kitae.errors import DataError, EngineError, Interrupted, RequestError, StalledError, StoreError, root_cause
 from kitae.types import GREEDY, Chain, LazyText, Message, Prompt, Rollout, Score, Tool, ToolCall, Turn
 
 MakeEnvironment = Callable[[Prompt], Environment | Agent]
@@ -235,11 +236,16 @@ def read_messages(name: str, found: object) -> tuple[Message, ...]:
             raise Failure(f"role and content of a message of {name} must be text, got {shortened(repr(message))}")
         if not _has_calls(message.calls) or not _has_parts(message.parts):
             raise Failure(f"calls must be of type ToolCall and parts mappings, got {shortened(repr(message))}")
+    try:
+        messages = kept(found)
+    except DataError as error:
+        raise Failure(f"a message of {name} must show pictures that can be read: {error}") from error
+    for message in messages:
         try:
             json.dumps(asdict(message))
         except Exception as error:
             raise Failure(f"a message of {name} must hold JSON: {described(error)}") from error
-    return tuple(found)
+    return messages
 
 
 def _texts(message: Message) -> tuple[object, ...]:

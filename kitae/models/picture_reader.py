@@ -47,6 +47,10 @@ class PictureReader:
         self._texts: dict[int, tuple[str, int]] = {}
         self._seen: OrderedDict[int, PictureInputs] = OrderedDict()
 
+    def __deepcopy__(self, _: Any) -> "PictureReader":
+        """A copy of a tokenizer has the same reader, which any thread may use."""
+        return self
+
     def save(self, folder: Path) -> None:
         """Write the files of the processor into the folder of an exported model."""
         for name, content in self.files.items():

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from kitae.data.chat import Chat, text_of
 from kitae.data.data_files import clip
 from kitae.data.messages import read_message, read_tools
+from kitae.data.pictures import IMAGES, given_of, sources_of
 from kitae.engines.base import SamplingParams, stream_seed
 from kitae.errors import DataError
 from kitae.serving.base import Ask
@@ -253,10 +254,25 @@ def _message(number: int, turn: Any) -> Message:
         if turn.get("role") == "assistant" and not turn.get("tool_calls") and blank:
             return Message("assistant", content)  # no example to learn from, but a model said it
     try:
+        _refuse_places(turn)
         read = read_message(turn)
     except DataError as error:
         raise Refused(f"{where}: {error}", param=where) from None
+    if any(sources_of([read])):
+        return read
     return replace(read, content=text_of(read), parts=())  # text in parts is one text: many templates know no parts
+
+
+def _refuse_places(turn: Any) -> None:
+    """Whoever asks a server may send pictures, but not name files of its machine, or what others have sent."""
+    content = turn.get("content") if isinstance(turn, Mapping) else None
+    for part in content if isinstance(content, list) else ():
+        if isinstance(part, Mapping) and part.get("type") in IMAGES:
+            given = given_of(part)
+            if not isinstance(given, str) or not given.startswith("data:"):
+                raise DataError(
+                    f"a part of a message must be text, or a picture as a data: URL, got {clip(repr(dict(part)))}"
+                )
 
 
 def _tools(body: ChatBody) -> tuple[ToolChoice, tuple[Tool, ...]]:

@@ -10,6 +10,7 @@ from starlette.applications import Starlette
 
 from kitae.clients.addresses import address_of, listen
 from kitae.data.chat import Chat
+from kitae.data.pictures import SHELF
 from kitae.engines.base import Engine
 from kitae.engines.config import EngineConfig
 from kitae.engines.start_engine import EngineOrder, start_engine
@@ -30,6 +31,7 @@ from kitae.serving.text_scoring import TextScorer
 from kitae.serving.token_text import TokenText
 from kitae.verifiers.reward_model_verifier import RewardService
 
+_PICTURES = 1 << 30  # bytes of those that clients sent
 _ENGINE_SECONDS = 0.2  # that an engine may take to answer a question after its health
 
 Ready = Callable[[str, str], None]
@@ -65,6 +67,7 @@ def is_reward_model(folder: Path) -> bool:
 async def open_model(model: ModelConfig, config: EngineConfig, settings: ServerSettings) -> AsyncIterator[Starlette]:
     """The app of a language model, with its engine."""
     policy = load_policy(model)
+    SHELF.most_bytes = _PICTURES
     engine = await start_engine(EngineOrder(model, config, policy=policy))
     scorer = TextScorer(policy)
     try:
