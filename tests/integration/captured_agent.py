@@ -11,11 +11,16 @@ import urllib.request
 
 
 def say(*messages: dict[str, str]) -> dict[str, str]:
+    """By chat completions, or with the argument `messages` by Anthropic's API."""
+    path = "messages" if "messages" in sys.argv else "chat/completions"
     body = json.dumps({"model": os.environ["OPENAI_MODEL"], "messages": messages, "max_tokens": 8}).encode()
     headers = {"content-type": "application/json", "authorization": f"Bearer {os.environ['OPENAI_API_KEY']}"}
-    request = urllib.request.Request(f"{os.environ['OPENAI_BASE_URL']}/chat/completions", body, headers)
+    request = urllib.request.Request(f"{os.environ['OPENAI_BASE_URL']}/{path}", body, headers)
     with urllib.request.urlopen(request, timeout=60) as reply:
-        return json.load(reply)["choices"][0]["message"]
+        told = json.load(reply)
+    if path == "messages":
+        return {"role": "assistant", "content": told["content"][0]["text"]}
+    return {name: told["choices"][0]["message"][name] for name in ("role", "content")}
 
 
 def user(text: str) -> dict[str, str]:

@@ -26,7 +26,35 @@ def test_openai(address: str, run_client: Callable[..., Any], environment: str) 
         "unknown": "frobnicate",
         "schema": "response_format",
         "model": "model_not_found",
-        "responses": "no_responses_api",
+    }
+
+
+def test_the_responses_api(address: str, run_client: Callable[..., Any]) -> None:
+    found = run_client("openai-3", "responses_client.py", address)
+    assert found["text"] == found["chat"] == found["deltas"] == found["helper"] == found["kept"] and found["text"]
+    assert found["usage"] and found["longer"] and found["model"] == MODEL
+    *events, last = found["events"]
+    assert last in ("response.completed", "response.incomplete")
+    names = ("created", "in_progress", "output_item.added", "content_part.added", "output_text.delta")
+    ends = ("output_text.done", "content_part.done", "output_item.done")
+    assert events == [f"response.{name}" for name in (*names, *ends)]
+    assert found["errors"] == {
+        "previous": ["NotFoundError", "previous_response_id"],
+        "tool": ["BadRequestError", "tools.0.type"],
+    }
+
+
+def test_anthropic(address: str, run_client: Callable[..., Any]) -> None:
+    found = run_client("anthropic", "anthropic_client.py", address)
+    assert found["text"] == found["streamed"] and found["text"] and found["same"] and found["counted"]
+    assert found["model"] == MODEL and found["stop"] in ("end_turn", "max_tokens") and found["begun"] > 0
+    block = [f"content_block_{name}" for name in ("start", "delta", "stop")]
+    assert found["events"] == ["message_start", *block, "message_delta", "message_stop"]
+    assert found["tools"] in ("end_turn", "max_tokens", "tool_use")
+    assert found["errors"] == {
+        "model": ["NotFoundError", "not_found_error"],
+        "image": ["BadRequestError", "invalid_request_error"],
+        "thinking": ["BadRequestError", "invalid_request_error"],
     }
 
 

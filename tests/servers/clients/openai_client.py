@@ -81,10 +81,6 @@ def main() -> None:
         client.chat.completions.create(model="other", messages=HELLO)
     except openai.NotFoundError as error:
         errors["model"] = error.code
-    try:
-        client.responses.create(model=MODEL, input="Hello")
-    except openai.NotFoundError as error:
-        errors["responses"] = error.code
     print(json.dumps({**found, "errors": errors}))
 
 

@@ -9,9 +9,12 @@ from typing import Any
 import httpx
 import pytest
 from chat_templates import QWEN, tokenizer
-from served import ADD, CALL, Scripted, post, scripted_client
+from served import ADD, CALL, Scripted, post, scripted_client, serving
 
 from kitae.data.chat import Chat
+from kitae.engines.base import WeightUpdate
+from kitae.models.policy import Policy
+from kitae.serving.api_keys import ApiKey, KeyLimits
 from kitae.serving.handlers import AnswerPolicy
 from kitae.serving.kept_answers import KeptAnswer, KeptAnswers
 
@@ -411,3 +414,63 @@ def test_a_stream_that_breaks_off_says_so_in_its_dialect() -> None:
             assert "RuntimeError" in failed["response"]["error"]["message"]
 
     asyncio.run(run())
+
+
+def test_a_key_and_its_limits_are_those_of_the_dialect(tiny_policy: Callable[..., Policy]) -> None:
+    async def use() -> None:
+        keys = (ApiKey("a", "sk-a", KeyLimits(requests_per_minute=4)), ApiKey("b", "sk-b"))
+        async with serving(tiny_policy(), keys=keys) as (client, _):
+            for path in (MESSAGES, COUNT, "/v1/messages/nowhere"):
+                refused = await client.post(path, json=RIGHT[MESSAGES])
+                assert refused.status_code == 401 and shaped(path, refused)["type"] == "authentication_error"
+            body = {**RIGHT[RESPONSES], "max_output_tokens": 2}
+            mine = {"x-api-key": "sk-a", "content-type": "application/json"}
+            told = (await client.post(RESPONSES, json=body, headers=mine)).json()
+            goes_on = {**body, "previous_response_id": told["id"]}
+            assert (await client.post(RESPONSES, json=goes_on, headers=mine)).status_code == 200
+            others = await client.post(RESPONSES, json=goes_on, headers={"authorization": "Bearer sk-b"})
+            assert others.status_code == 404, "what one key has asked is no other's"
+            for _ in range(2):
+                assert (await client.post(MESSAGES, json=RIGHT[MESSAGES], headers=mine)).status_code == 200
+            refused = await client.post(MESSAGES, json=RIGHT[MESSAGES], headers=mine)
+            assert refused.status_code == 429 and shaped(MESSAGES, refused)["type"] == "rate_limit_error"
+            assert int(refused.headers["retry-after"]) > 0
+            lost = await client.post("/v1/nowhere", headers={**mine, "anthropic-version": "2023-06-01"}, json={})
+            assert shaped(MESSAGES, lost)["type"] == "rate_limit_error"
+
+    asyncio.run(asyncio.wait_for(use(), 60))
+
+
+@pytest.mark.parametrize("path", [MESSAGES, RESPONSES])
+def test_streams_on_an_engine(tiny_policy: Callable[..., Policy], path: str) -> None:
+    """The same seed gives the tokens of a chat, whatever the policy's version does meanwhile is told, and a client that
+    leaves takes its request back."""
+    limit = {MESSAGES: "max_tokens", RESPONSES: "max_output_tokens"}[path]
+
+    async def use() -> None:
+        async with serving(tiny_policy()) as (client, engine):
+            asked = {**RIGHT[path], limit: 40, "seed": 3, "return_token_ids": True}
+            chat = await post(client, CHATS, messages=[USER], max_tokens=40, seed=3, return_token_ids=True)
+            whole, choice = await post(client, path, **asked), chat["choices"][0]
+            assert (whole["token_ids"], whole["prompt_token_ids"]) == (choice["token_ids"], chat["prompt_token_ids"])
+            events = await stream(client, path, **asked)
+            ended = message_of(events) if path == MESSAGES else events[-1]["response"]
+            assert without_ids(ended) == without_ids(whole)
+
+            long = asyncio.create_task(stream(client, path, **{**asked, limit: 400}))
+            while not engine.stats().running:
+                await asyncio.sleep(0.001)
+            await engine.update_weights(WeightUpdate(1))
+            events = await long
+            versions = (message_of(events) if path == MESSAGES else events[-1]["response"])["versions"]
+            assert versions == sorted(versions) and versions[-1] == 1
+
+            left = asyncio.create_task(stream(client, path, **{**asked, limit: 400}))
+            while not engine.stats().running:
+                await asyncio.sleep(0.001)
+            left.cancel()
+            await asyncio.gather(left, return_exceptions=True)
+            while engine.stats().running or engine.stats().waiting:
+                await asyncio.sleep(0.001)
+
+    asyncio.run(asyncio.wait_for(use(), 60))
