@@ -45,6 +45,10 @@ GREEDY = -1
 """The index of the greedy response to a prompt; its samples have the indices 0, 1, 2, …"""
 
 
+ROLE = "role/"
+"""Before the name of a role: the component of a score that is this role's reward."""
+
+
 @dataclass(frozen=True, slots=True)
 class ToolCall:
     """A call of a tool by a model: `ToolCall("python", {"code": "6 * 7"}, id="call_0")`."""

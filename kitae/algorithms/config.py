@@ -88,6 +88,7 @@ class AlgorithmConfig(Section):
         description="S1: responses that were cut off keep their score; count in the baseline only (mask); leave the "
         "group (drop); or get this number as their score.",
     )
+    roles: tuple[str, ...] = Field((), description="Of episodes with several roles: those that are trained; none: all.")
     shaping: SerializeAsAny[ShapingConfig] = ShapingConfig()
     filter: SerializeAsAny[FilterConfig] = FilterConfig()
     advantage: SerializeAsAny[AdvantageConfig] = AdvantageConfig()
@@ -163,7 +164,8 @@ class AlgorithmConfig(Section):
             if own := {k: v for k, v in table.items() if k not in usual or v != usual[k]}:
                 found[key] = own
         truncation = {} if self.truncation == preset["truncation"] else {"truncation": self.truncation}
-        return {"preset": self.preset, **truncation, **found}
+        roles = {"roles": list(self.roles)} if self.roles else {}
+        return {"preset": self.preset, **truncation, **roles, **found}
 
     def choice(self, stage: str) -> ChoiceConfig:
         found: ChoiceConfig = getattr(self, stage)

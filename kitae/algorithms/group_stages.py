@@ -23,7 +23,7 @@ from kitae.algorithms.turn_advantages import GroupTurns, Turns
 from kitae.data.packing import NO_RECORD
 from kitae.errors import VerifierError
 from kitae.kept_sets import joined_sets
-from kitae.types import BoolArray, Chain, ExpertArray, FloatArray, Group, IntArray, Rollout, Sample, spliced
+from kitae.types import ROLE, BoolArray, Chain, ExpertArray, FloatArray, Group, IntArray, Rollout, Sample, spliced
 
 _LARGEST = float(np.finfo(np.float32).max)
 
@@ -35,7 +35,8 @@ class Candidate:
     `Candidate((Sample(…),), score=1.0, reward=0.8, baseline=None, kept=True)`
     score: raw; reward: shaped; baseline: the shaped reward of the greedy response, where one was made; kept: whether it
     is trained on, or only counts in the statistics of its group. components: the parts of the score. Columns are those
-    of the loss tokens of all chains. turns: those of all chains; none stands for a single one.
+    of the loss tokens of all chains. turns: those of all chains; none stands for a single one. role: of an episode with
+    several roles there is a candidate for each, with the chains and the reward of that role.
     """
 
     samples: tuple[Sample, ...]
@@ -45,10 +46,15 @@ class Candidate:
     kept: bool
     components: Mapping[str, float] = field(default_factory=dict)
     turns: Turns = field(default_factory=Turns)
+    role: str = ""
 
     @property
     def group(self) -> int:
         return self.samples[0].group
+
+    @property
+    def key(self) -> tuple[int, int, str]:
+        return self.group, self.index, self.role
 
     @property
     def index(self) -> int:
@@ -67,6 +73,39 @@ class Candidate:
         return replace(self, samples=tuple(s.with_columns(**{name: s.spread(part)}) for s, part in parts))
 
 
+@dataclass(frozen=True, slots=True)
+class RolePart:
+    """What one role said in a judged rollout, and its reward: `RolePart(rollout, "white", 1.0, {0: Chain(…)})`; in most
+    episodes, all of it. chains: by their numbers in the rollout."""
+
+    rollout: Rollout
+    role: str
+    score: float
+    chains: Mapping[int, Chain]
+
+    @property
+    def group(self) -> int:
+        return self.rollout.group
+
+    @property
+    def finish(self) -> str:
+        return self.rollout.finish
+
+    @property
+    def response_length(self) -> int:
+        return sum(len(s.tokens) for chain in self.chains.values() for s in chain.segments if s.source == "model")
+
+
+def parts_of(rollout: Rollout) -> list[RolePart]:
+    """The roles of a judged rollout, in the order in which they spoke. A role without a reward has the episode's."""
+    assert rollout.score is not None
+    value, parts = rollout.score.value, rollout.score.components
+    chains: dict[str, dict[int, Chain]] = {}
+    for number, chain in enumerate(rollout.chains):
+        chains.setdefault(chain.role, {})[number] = chain
+    return [RolePart(rollout, role, parts.get(f"{ROLE}{role}", value), own) for role, own in chains.items()]
+
+
 class GroupStages:
     """`GroupStages(config, max_tokens=64)`; `reward_moments` and `moving` are all that moves from step to step."""
 
@@ -75,7 +114,7 @@ class GroupStages:
         self.max_tokens = max_tokens
         self._functions = Functions(config, max_tokens)
         self.reward_moments = Moments()
-        self.moving = 0.0
+        self.moving: dict[str, float] = {}  # by role
 
     # What the functions ask of the rest of a run.
 
@@ -118,34 +157,49 @@ class GroupStages:
         if not valid or (self.wants_greedy and not _judged(group.greedy)):
             judged = bool(group.valid) and not valid  # all that were judged were truncated, and are left out
             return "truncated" if judged else "errors"
-        keep_G, reason = self._filter(valid)
-        return None if keep_G.any() else reason
+        verdicts = [self._filter(parts) for parts in self._by_role(valid).values()]
+        if any(keep_G.any() for keep_G, _ in verdicts):
+            return None
+        return verdicts[0][1] if verdicts else "no role to train"
 
     def candidates(self, groups: Sequence[Group], dropped: Sequence[Group] = ()) -> list[Candidate]:
         """S1 and S2 on the groups of a step. Rollouts whose verifier failed are left out.
 
         The groups that were dropped are part of the statistics that rewards are normalised by, and of nothing else.
         """
-        rows = [(group, r) for group in groups for r in self._judged(group)]
-        greedy = [(group, group.greedy) for group in groups if group.greedy is not None] if self.wants_greedy else []
-        others = [r for group in dropped for r in self._judged(group)]
-        rewards_B = self._shape([r for _, r in rows], [r for _, r in greedy], others)
-        baselines = {group.id: float(b) for (group, _), b in zip(greedy, rewards_B[len(rows) :], strict=False)}
-        kept_B = [keep for group in groups for keep in self._filter(self._judged(group))[0]]
+        of_roles = [parts for group in groups for parts in self._by_role(self._judged(group)).values()]
+        rows = [part for parts in of_roles for part in parts]
+        found = [group.greedy for group in groups if group.greedy is not None] if self.wants_greedy else []
+        greedy = [part for parts in self._by_role(found).values() for part in parts]
+        others = [p for group in dropped for parts in self._by_role(self._judged(group)).values() for p in parts]
+        rewards_B = self._shape(rows, greedy, others)
+        baselines = {(p.group, p.role): float(b) for p, b in zip(greedy, rewards_B[len(rows) :], strict=False)}
+        kept_B = [keep for parts in of_roles for keep in self._filter(parts)[0]]
         return [
-            self._candidate(rollout, reward=float(reward), baseline=baselines.get(group.id), kept=bool(kept))
-            for (group, rollout), reward, kept in zip(rows, rewards_B[: len(rows)], kept_B, strict=True)
+            self._candidate(
+                part, reward=float(reward), baseline=baselines.get((part.group, part.role)), kept=bool(kept)
+            )
+            for part, reward, kept in zip(rows, rewards_B[: len(rows)], kept_B, strict=True)
         ]
 
-    def _candidate(self, rollout: Rollout, *, reward: float, baseline: float | None, kept: bool) -> Candidate:
-        samples = tuple(sample_of(rollout, number, chain) for number, chain in enumerate(rollout.chains))
+    def _by_role(self, rollouts: Sequence[Rollout]) -> dict[str, list[RolePart]]:
+        """The parts of rollouts that may be trained on, by role."""
+        found: dict[str, list[RolePart]] = {}
+        for rollout in rollouts:
+            for part in parts_of(rollout):
+                if not self.config.roles or part.role in self.config.roles:
+                    found.setdefault(part.role, []).append(part)
+        return found
+
+    def _candidate(self, part: RolePart, *, reward: float, baseline: float | None, kept: bool) -> Candidate:
+        samples = tuple(sample_of(part.rollout, number, chain, part.score) for number, chain in part.chains.items())
         if self.config.experts.routing == "engine":
-            pairs = zip(samples, rollout.chains, strict=True)
+            pairs = zip(samples, part.chains.values(), strict=True)
             samples = tuple(replace(s, experts=experts_of(chain)) for s, chain in pairs)
         trained = kept and any(s.mask_T.any() for s in samples)
-        assert rollout.score is not None
-        turns = Turns.of(rollout.chains)
-        return Candidate(samples, _value(rollout), reward, baseline, trained, rollout.score.components, turns)
+        assert part.rollout.score is not None
+        components, turns = part.rollout.score.components, Turns.of(tuple(part.chains.values()))
+        return Candidate(samples, part.score, reward, baseline, trained, components, turns, part.role)
 
     def advantages(self, candidates: Sequence[Candidate], kl_coef: float = 0.0) -> list[Candidate]:
         """S3: those that are kept, with their advantages, and returns where there is a critic.
@@ -154,13 +208,13 @@ class GroupStages:
         """
         kept = [c for c in candidates if c.kept]
         if Trait.TOKENS in self._functions.of("advantage"):
-            found = {(c.group, c.index): self._token_advantages(c, kl_coef) for c in kept}
+            found = {c.key: self._token_advantages(c, kl_coef) for c in kept}
         else:
             found = self._group_advantages(candidates, kl_coef)
         if self.wants_values:
-            kept = [c.with_column("return", found[c.group, c.index] + self._values(c)) for c in kept]
+            kept = [c.with_column("return", found[c.key] + self._values(c)) for c in kept]
         white = whiten(
-            [found[c.group, c.index] for c in kept],
+            [found[c.key] for c in kept],
             self.config.advantage.whiten,
             epsilon=self.config.advantage.whiten_epsilon or 0.0,
             rewards=[c.reward for c in kept],
@@ -177,7 +231,7 @@ class GroupStages:
         drops = self.config.truncation == "drop"
         return [r for r in group.valid if not (drops and r.finish == "length")]
 
-    def _filter(self, judged: Sequence[Rollout]) -> tuple[BoolArray, str]:
+    def _filter(self, judged: "Sequence[RolePart]") -> tuple[BoolArray, str]:
         """S2: which samples of a group are trained on, and what left none of them, where that is so."""
         scores_G = _scores(judged)
         keep_G = np.ones(len(judged), dtype=bool)
@@ -189,7 +243,9 @@ class GroupStages:
             keep_G &= np.array([r.finish != "length" for r in judged], dtype=bool)
         return keep_G, "truncated"
 
-    def _shape(self, rollouts: Sequence[Rollout], greedy: Sequence[Rollout], others: Sequence[Rollout]) -> FloatArray:
+    def _shape(
+        self, rollouts: Sequence[RolePart], greedy: Sequence[RolePart], others: Sequence[RolePart]
+    ) -> FloatArray:
         """S1. Greedy responses are shaped like the others, but are no part of the statistics."""
         rows = [*rollouts, *greedy, *others]
         if self.config.shaping.name is None:  # the advantage reads no rewards
@@ -215,13 +271,15 @@ class GroupStages:
         self.reward_moments = self.reward_moments.add(sampled)
         return self.reward_moments.normalise(rewards_B)
 
-    def _group_advantages(self, candidates: Sequence[Candidate], kl_coef: float) -> dict[tuple[int, int], FloatArray]:
-        groups: dict[int, list[Candidate]] = {}
+    def _group_advantages(
+        self, candidates: Sequence[Candidate], kl_coef: float
+    ) -> dict[tuple[int, int, str], FloatArray]:
+        groups: dict[tuple[int, str], list[Candidate]] = {}
         for c in candidates:
-            groups.setdefault(c.group, []).append(c)
+            groups.setdefault((c.group, c.role), []).append(c)
         found = {}
         traits = self._functions.of("advantage")
-        for members in groups.values():
+        for (_, role), members in groups.items():
             rewards = [c.reward - (float(_penalty(c, kl_coef).sum()) if self.kl_in_reward else 0.0) for c in members]
             group = GroupRewards(
                 rewards_G=np.array(rewards, dtype=np.float32),
@@ -229,7 +287,7 @@ class GroupStages:
                 lengths_G=np.array([c.loss_tokens for c in members], dtype=np.int64),
                 greedy=members[0].baseline,
                 components=_components(members),
-                moving=self.moving,
+                moving=self.moving.get(role, 0.0),
             )
             if Trait.TURNS in traits:
                 turns = GroupTurns.of([_turns_of(c, _penalties(c, kl_coef, self.kl_in_reward)) for c in members], group)
@@ -238,10 +296,10 @@ class GroupStages:
             else:
                 each = list(self._advantage(group, len(members))[:, None])
             for c, own in zip(members, each, strict=True):
-                found[c.group, c.index] = _spread(c, own)
+                found[c.key] = _spread(c, own)
             if Trait.MOVING in traits:
                 decay = self.config.advantage.setting("decay")
-                self.moving = float(moving_means(self.moving, group.rewards_G, decay)[-1])
+                self.moving[role] = float(moving_means(group.moving, group.rewards_G, decay)[-1])
         return found
 
     def _advantage(self, given: GroupRewards | GroupTurns | SequenceRewards, count: int) -> FloatArray:
@@ -296,10 +354,10 @@ class GroupStages:
         )
 
     def state(self) -> dict[str, Any]:
-        return {"reward_moments": asdict(self.reward_moments), "moving": self.moving}
+        return {"reward_moments": asdict(self.reward_moments), "moving": dict(self.moving)}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        self.reward_moments, self.moving = Moments(**state["reward_moments"]), state["moving"]
+        self.reward_moments, self.moving = Moments(**state["reward_moments"]), dict(state["moving"])
 
 
 def replace_samples(candidates: Iterable[Candidate], samples: Iterable[Sample]) -> list[Candidate]:
@@ -350,20 +408,17 @@ def _judged(rollout: Rollout | None) -> bool:
     return rollout is not None and rollout.score is not None and rollout.score.valid
 
 
-def _value(rollout: Rollout) -> float:
-    assert rollout.score is not None
-    return rollout.score.value
-
-
-def _scores(rollouts: Sequence[Rollout]) -> FloatArray:
-    scores = [_value(r) for r in rollouts]
+def _scores(parts: Sequence[RolePart]) -> FloatArray:
+    scores = [part.score for part in parts]
     if too_large := [x for x in scores if abs(x) > _LARGEST]:
         raise VerifierError(f"a score must be a number within ± {_LARGEST:.2g}, got {too_large[0]:g}")
     return np.array(scores, dtype=np.float32)
 
 
-def sample_of(rollout: Rollout, number: int, chain: Chain) -> Sample:
-    """One chain of a judged rollout, with what the engine said of its tokens."""
+def sample_of(rollout: Rollout, number: int, chain: Chain, score: float | None = None) -> Sample:
+    """One chain of a judged rollout, with what the engine said of its tokens. score: of its role, if it has its own."""
+    assert rollout.score is not None
+    score = rollout.score.value if score is None else score
     prompt = np.array(chain.prompt_tokens, dtype=np.int64)
     blank, own = np.zeros(len(prompt)), chain.segments
     mask_T = np.concatenate([blank, *(np.full(len(s.tokens), s.source == "model") for s in own)]) > 0
@@ -381,7 +436,7 @@ def sample_of(rollout: Rollout, number: int, chain: Chain) -> Sample:
                 [blank, *(s.logprobs if s.source == "model" else (0.0,) * len(s.tokens) for s in own)], np.float32
             ),
             "version": np.where(mask_T, versions_T, np.float32(0)),
-            "score": np.where(mask_T, np.float32(_value(rollout)), np.float32(0)),
+            "score": np.where(mask_T, np.float32(score), np.float32(0)),
         },
         kept=joined_sets([(None, len(prompt)), *((s.kept, len(s.tokens)) for s in own)]),
     )

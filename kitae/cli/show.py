@@ -279,7 +279,10 @@ class _Advantages:
             if fate in by_fate:
                 by_fate[fate].append(self._journal.group(group))
         candidates = stages.advantages(stages.candidates(by_fate["trained"], by_fate["dropped"]))
-        return {(c.group, c.index): float(c.column("advantage").mean()) for c in candidates}
+        found: dict[tuple[int, int], list[float]] = {}
+        for c in candidates:  # one for each role of a sample
+            found.setdefault((c.group, c.index), []).append(float(c.column("advantage").mean()))
+        return {key: sum(each) / len(each) for key, each in found.items()}
 
 
 def _journal(run: Path) -> Journal:

@@ -25,7 +25,7 @@ from kitae.envs.episode_context import (
 )
 from kitae.errors import DataError, RequestError
 from kitae.serving.base import Answer, Ask, OnTokens, with_ids
-from kitae.types import Chain, FinishReason, Message, Prompt, Rollout, Score, Segment, Status
+from kitae.types import ROLE, Chain, FinishReason, Message, Prompt, Rollout, Score, Segment, Status
 
 Context = tuple[int, ...]
 
@@ -107,7 +107,11 @@ class AgentEpisode(RunningEpisode):
         turns = {number: read_reward(reward) or 0.0 for number, reward in outcome.turns.items()}
         if wrong := [number for number in turns if number not in range(self._turns)]:
             raise Failure(f"a reward must be of one of the {self._turns} turns, counted from 0, got turn {wrong[0]!r}")
-        return replace(outcome, reward=read_reward(outcome.reward), turns=turns)
+        spoke = {conversation.role for conversation, _ in self._places}
+        if other := next((role for role in outcome.roles if role not in spoke), None):
+            raise Failure(f"a reward must be of a role that has spoken, got {shortened(repr(other))}")
+        roles = {role: read_reward(reward) or 0.0 for role, reward in outcome.roles.items()}
+        return replace(outcome, reward=read_reward(outcome.reward), turns=turns, roles=roles)
 
     # Requests of the agent.
 
@@ -153,7 +157,7 @@ class AgentEpisode(RunningEpisode):
         if ask.prompt_tokens is not None:
             raise RequestError("an episode takes chat messages, got a prompt of text or tokens")
         try:
-            position = self._conversations.find(ask.messages, ask.tools)
+            position = self._conversations.find(ask.messages, ask.tools, ask.role)
         except DataError as problem:
             raise RequestError(shortened(str(problem))) from problem
         limits = self._on.limits
@@ -264,9 +268,10 @@ class AgentEpisode(RunningEpisode):
         for number, reward in outcome.turns.items():
             conversation, place = self._places[number]
             conversation.segments[place] = replace(conversation.segments[place], reward=reward)
-        if outcome.reward is not None or outcome.turns or self._on.verifier is None:
+        if outcome.reward is not None or outcome.turns or outcome.roles or self._on.verifier is None:
             value = (outcome.reward or 0.0) + sum(outcome.turns.values())
-            score = with_note(Score(value, {"environment": value}, detail=shortened(outcome.detail)), self.complaint)
+            parts = {"environment": value} | {f"{ROLE}{role}": reward for role, reward in outcome.roles.items()}
+            score = with_note(Score(value, parts, detail=shortened(outcome.detail)), self.complaint)
         return self._ended("complete", score)
 
     def _ended(self, status: Status, score: Score | None) -> Rollout:

@@ -76,12 +76,14 @@ class Outcome:
     """How an agent's episode ended: `Outcome(1.0)`. reward None: the verifier judges the last answer.
 
     turns: rewards of single answers, which are added to it, by their number: the first answer that was complete is 0.
-    If only turns have rewards, their sum is the score.
+    If only turns have rewards, their sum is the score. roles: rewards of single roles, by the names with which the
+    model was asked (`Ask.role`); a role without one has that of the episode.
     """
 
     reward: float | None = None
     detail: str = ""
     turns: Mapping[int, float] = field(default_factory=dict)
+    roles: Mapping[str, float] = field(default_factory=dict)
 
 
 @runtime_checkable

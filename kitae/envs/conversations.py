@@ -19,7 +19,7 @@ from kitae.types import Chain, Message, Segment, Tool
 
 @dataclass(slots=True, eq=False)
 class AgentConversation:
-    """A chain while it grows; number: names it within its episode.
+    """A chain while it grows; number: names it within its episode; role: who speaks in it.
 
     messages: the conversation up to the last answer, as the client sends it back. points: for each answer, the numbers
     of messages and segments after it. busy: whether an answer is being generated.
@@ -32,10 +32,11 @@ class AgentConversation:
     segments: list[Segment] = field(default_factory=list)
     points: list[tuple[int, int]] = field(default_factory=list)
     busy: bool = False
+    role: str = ""
 
     def chain(self, segments: int | None = None) -> Chain:
         """The chain, or its first `segments` segments."""
-        return Chain(self.prompt_tokens, tuple(self.segments[:segments]))
+        return Chain(self.prompt_tokens, tuple(self.segments[:segments]), self.role)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +67,8 @@ class Conversations:
     def chains(self) -> tuple[Chain, ...]:
         return tuple(conversation.chain() for conversation in self._conversations)
 
-    def find(self, messages: tuple[Message, ...], tools: tuple[Tool, ...]) -> Position:
-        """Find the conversation that these messages continue.
+    def find(self, messages: tuple[Message, ...], tools: tuple[Tool, ...], role: str = "") -> Position:
+        """Find the conversation of this role that these messages continue.
 
         Raises `RequestError` if there is nothing to answer, and `DataError` if the chat template cannot render the
         messages.
@@ -75,18 +76,18 @@ class Conversations:
         if not messages or messages[-1].role == "assistant":
             last = repr(messages[-1].role) if messages else "no message"
             raise RequestError(f"the last message must be one that the model can answer, got {last}")
-        found = self._longest(messages, tools)
+        found = self._longest(messages, tools, role)
         if found is None:
-            return Position(self._new(tools, self._chat.encode_prompt(messages, tools)), messages)
+            return Position(self._new(tools, self._chat.encode_prompt(messages, tools), role), messages)
         conversation, point = found
         said, segments = point
         added = self._following(conversation.segments[segments - 1], messages[said:])
         if point == conversation.points[-1] and not conversation.busy:
             return Position(conversation, messages, added)
-        return Position(self._new(tools, conversation.chain(segments).tokens + added), messages)
+        return Position(self._new(tools, conversation.chain(segments).tokens + added, role), messages)
 
-    def _new(self, tools: tuple[Tool, ...], prompt_tokens: tuple[int, ...]) -> AgentConversation:
-        return AgentConversation(next(self._numbers), tools, prompt_tokens)
+    def _new(self, tools: tuple[Tool, ...], prompt_tokens: tuple[int, ...], role: str) -> AgentConversation:
+        return AgentConversation(next(self._numbers), tools, prompt_tokens, role=role)
 
     def grow(self, position: Position, answer: Segment, said: Message) -> None:
         """Add the answer to a request, as tokens and as the message that the client gets."""
@@ -100,14 +101,14 @@ class Conversations:
         conversation.points.append((len(conversation.messages), len(conversation.segments)))
 
     def _longest(
-        self, messages: Sequence[Message], tools: Sequence[Tool]
+        self, messages: Sequence[Message], tools: Sequence[Tool], role: str
     ) -> tuple[AgentConversation, tuple[int, int]] | None:
         """The longest history that these messages continue without assistant messages of other origin. Of several equal
         ones, prefer one that can be continued in place."""
         best: tuple[tuple[int, bool], AgentConversation, tuple[int, int]] | None = None
         told = [_matched_form(message) for message in messages]
         foreign = max((i for i, message in enumerate(messages) if message.role == "assistant"), default=-1)
-        for conversation in self._conversations:
+        for conversation in (c for c in self._conversations if c.role == role):
             known = [_matched_form(message) for message in conversation.messages]
             for point in conversation.points:
                 said = point[0]

@@ -19,7 +19,7 @@ class Ask:
     messages, or prompt_tokens, or both: then the messages are these tokens already. tools belong to messages.
     seed: None lets the model draw one.
     retry: the client says that it has sent this request before and got no answer. thoughts: the client is told thinking
-    apart from the answer also where there are no tools.
+    apart from the answer also where there are no tools. role: for whom the model speaks, in an episode with several.
     """
 
     id: str
@@ -30,6 +30,7 @@ class Ask:
     seed: int | None = None
     retry: bool = False
     thoughts: bool = False
+    role: str = ""
 
 
 @dataclass(frozen=True, slots=True)

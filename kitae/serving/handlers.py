@@ -51,7 +51,7 @@ from kitae.serving.messages_bodies import CountBody
 from kitae.serving.prompt_reader import PromptReader, RequestReader
 from kitae.serving.refusals import AdmissionControl, Refused
 from kitae.serving.request_bodies import ChatBody, DetokenizeBody, RequestBody, TokenizeBody
-from kitae.serving.requests import AnswerOrder, ToolChoice, read_chat
+from kitae.serving.requests import ROLE_OF, AnswerOrder, ToolChoice, read_chat
 from kitae.serving.responses_answers import find_kept
 from kitae.serving.server_metrics import Counters
 from kitae.serving.text_scoring import ScoredText, TextScorer
@@ -76,13 +76,14 @@ class AnswerPolicy:
 
     tries: how often an answer is sampled until it has the tool call that `tool_choice` asks for. answer_anyway: the
     last answer is returned as it is, with the reason in `unmet`; otherwise the request is refused. names: further
-    ones under which the model answers. ignored: fields that are accepted and have no effect. hint:
-    what a refusal of another name says beyond that.
+    ones under which the model answers. roles: also `policy/` and the name of a role. ignored: fields that are accepted
+    and have no effect. hint: what a refusal of another name says beyond that.
     """
 
     tries: int = 3
     answer_anyway: bool = False
     names: frozenset[str] = frozenset()
+    roles: bool = False
     ignored: tuple[str, ...] = ()
     hint: str = ""
 
@@ -154,6 +155,8 @@ class ChatHandlers:
         return json_response({"input_tokens": len(tokens)})
 
     def _check_name(self, name: str) -> None:
+        if self._answer_policy.roles and name.startswith(ROLE_OF):
+            return
         if name and name != self._renderer.name and name not in self._answer_policy.names:
             message = f"there is no model {name[:100]!r} here, only {self._renderer.name!r}{self._answer_policy.hint}"
             raise Refused(message, 404, param="model", code="model_not_found")

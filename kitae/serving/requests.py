@@ -20,6 +20,8 @@ from kitae.serving.refusals import Refused
 from kitae.serving.request_bodies import HIGHEST_TOKEN, AnswerBody, ChatBody, CompletionBody
 from kitae.types import Message, Tool, Turn
 
+ROLE_OF = "policy/"
+"""Before the name of a role of an agent's episode, as the name of a model."""
 _COMPLETION_TOKENS = 16  # what OpenAI's API has where a completion says nothing of max_tokens
 _UNBOUNDED = 1 << 30  # max_tokens of a chat that says nothing of it, or more: the context is the limit
 _COLDEST = 1e-9  # temperature
@@ -111,7 +113,14 @@ def read_chat(
         )
     thoughts = thoughts and prompts.chat.thinks
     ask = Ask(
-        id, messages=messages, prompt_tokens=tokens, tools=tools, sampling=sampling, retry=retry, thoughts=thoughts
+        id,
+        messages=messages,
+        prompt_tokens=tokens,
+        tools=tools,
+        sampling=sampling,
+        retry=retry,
+        thoughts=thoughts,
+        role=body.model.removeprefix(ROLE_OF) if body.model.startswith(ROLE_OF) else "",
     )
     return AnswerOrder(
         id,

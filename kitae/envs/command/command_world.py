@@ -83,10 +83,11 @@ _BARE = (
 
 
 class _RewardBody(RequestBody):
-    """The reward of the episode, which ends it, or of one of its turns."""
+    """The reward of the episode, which ends it, or of one of its turns or roles."""
 
     reward: float
     turn: int | None = None
+    role: str = ""
     detail: str = ""
     token: str = ""
 
@@ -224,7 +225,7 @@ class CommandWorld:
         counters = Counters(admission)
         renderer = AnswerRenderer(_NAME, chat, TokenText(chat.tokenizer), streams_early(chat.tokenizer))
         names = frozenset(self.params.models) - self.others.names
-        answer_policy = AnswerPolicy(tries=1, answer_anyway=True, names=names, ignored=_HINTS, hint=_NAMING)
+        answer_policy = AnswerPolicy(tries=1, answer_anyway=True, names=names, roles=True, ignored=_HINTS, hint=_NAMING)
         relays = {name: partial(self._relay, name) for name in self.others.names}
         handlers = ChatHandlers(
             lambda request: self._find(request).model,
@@ -263,8 +264,9 @@ class CommandWorld:
         agent = self._find(request)
         body = _RewardBody.read(await read_body(request))
         agent.check_token(body.token)
-        if body.turn is not None:
-            return json_response({"ended": False, "reward": agent.reward_turn(body.turn, body.reward)})
+        if body.turn is not None or body.role:
+            agent.reward_part(body.turn, body.role, body.reward)
+            return json_response({"ended": False, "reward": body.reward})
         return json_response({"ended": True, "reward": agent.reward(Outcome(body.reward, body.detail))})
 
 
@@ -277,6 +279,7 @@ class CommandAgent:
         self._process = world.processes.create()
         self._posted: asyncio.Future[Outcome] | None = None
         self._of_turns: dict[int, float] = {}
+        self._of_roles: dict[str, float] = {}
         self._model: Model | None = None
         self._starting = False
         self._claim_token = ""  # until it is claimed
@@ -345,7 +348,7 @@ class CommandAgent:
         try:
             await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
             found = self._posted.result() if self._posted.done() else _outcome(running.result())
-            return replace(found, turns=self._of_turns)
+            return replace(found, turns=self._of_turns, roles=self._of_roles)
         except EpisodeProcessLost as loss:
             raise RuntimeError(f"the program was lost: {loss}") from None
         finally:
@@ -353,12 +356,14 @@ class CommandAgent:
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)
 
-    def reward_turn(self, turn: int, reward: float) -> float:
-        """Set the reward of a turn, again if need be."""
-        if turn < 0:
-            raise Refused(f"a turn is counted from 0, got {turn}")
-        self._of_turns[turn] = reward
-        return reward
+    def reward_part(self, turn: int | None, role: str, reward: float) -> None:
+        """Set the reward of a turn or of a role, again if need be."""
+        if (turn or 0) < 0 or (turn is not None and role):
+            raise Refused(f"a reward is of a turn, counted from 0, or of a role, got turn {turn} and role {role!r}")
+        if turn is None:
+            self._of_roles[role] = reward
+        else:
+            self._of_turns[turn] = reward
 
     def reward(self, outcome: Outcome) -> float | None:
         """Set the reward unless one was posted before. Returns the reward that counts."""

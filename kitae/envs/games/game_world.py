@@ -13,14 +13,20 @@ from pydantic import Field, JsonValue
 from kitae.envs.base import Observation, Opening
 from kitae.envs.config import read_params
 from kitae.envs.episode_processes import EpisodeProcess, EpisodeProcesses
+from kitae.envs.games.grid import Grid, KeyAndDoor
 from kitae.envs.games.guess import Game, Guess, Move
+from kitae.envs.games.kuhn import Kuhn
+from kitae.envs.games.self_play import SelfPlay, TwoPlayerMaker
 from kitae.envs.tools.base import readable, shortened
 from kitae.errors import ConfigError
 from kitae.section import Section
 from kitae.types import Message, Prompt, Turn
 
-OWN: dict[str, Callable[[int, Mapping[str, Any]], Game]] = {"guess": Guess}
+OWN: dict[str, Callable[[int, Mapping[str, Any]], Game]] = {"guess": Guess, "lake": Grid, "keys": KeyAndDoor}
 """Games that need no process of their own: they are fast, and change nothing outside themselves."""
+
+FOR_TWO: dict[str, TwoPlayerMaker] = {"kuhn": Kuhn}
+"""Games that the model plays against itself."""
 
 PACKAGES = {"textarena": "TextArena", "gymnasium": "Gymnasium"}
 
@@ -28,7 +34,7 @@ PACKAGES = {"textarena": "TextArena", "gymnasium": "Gymnasium"}
 class GamesParams(Section):
     """Params of the environment `games`."""
 
-    game: str = Field(description="guess, textarena:NAME or gymnasium:NAME.")
+    game: str = Field(description="guess, lake, keys, kuhn, textarena:NAME or gymnasium:NAME.")
     options: dict[str, JsonValue] = Field(default_factory=dict, description="Options of the game itself.")
     system: str = Field("", description="A system message before the game.")
     examples: tuple[tuple[str, ...], ...] = Field(
@@ -128,9 +134,14 @@ class Games:
         if package in PACKAGES and name:
             setup = {"package": package, "name": name, "options": self._params.options}
             self._processes = EpisodeProcesses("kitae.envs.games.game_process", setup, "game", ConfigError)
+        elif self._params.game in FOR_TWO:
+            if self._params.examples:
+                raise ConfigError(f"env.params.examples are for games of one player, got game {self._params.game!r}")
+            FOR_TWO[self._params.game](0, self._params.options)
         elif self._params.game not in OWN:
             raise ConfigError(
-                f"env.params.game must be {', '.join(OWN)}, textarena:NAME or gymnasium:NAME, got {self._params.game!r}"
+                f"env.params.game must be {', '.join((*OWN, *FOR_TWO))}, textarena:NAME or gymnasium:NAME, got "
+                f"{self._params.game!r}"
             )
         else:
             OWN[self._params.game](0, self._params.options)  # raises if the options are wrong
@@ -144,8 +155,10 @@ class Games:
         if self._processes is not None:
             await self._processes.__aexit__(None, None, None)
 
-    def make(self, prompt: Prompt) -> GameEpisode:
+    def make(self, prompt: Prompt) -> GameEpisode | SelfPlay:
         seed = seed_of(prompt)
+        if self._params.game in FOR_TWO:
+            return SelfPlay(FOR_TWO[self._params.game](seed, self._params.options), self._params.system)
         if self._processes is not None:
             return GameEpisode(_GameInProcess(self._processes.create(), seed, self._params.seconds), self._params)
         return GameEpisode(_LocalGame(OWN[self._params.game](seed, self._params.options)), self._params)

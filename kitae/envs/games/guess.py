@@ -47,12 +47,16 @@ class GuessParams(Section):
 
 
 class Guess:
-    """A `Game`. It ends with a right guess, worth 1, or with the last guess, worth 0 if it is wrong."""
+    """A `Game`. It ends with a right guess, worth 1, or with the last guess, worth 0 if it is wrong.
+
+    The state is the numbers that are left, and how many guesses.
+    """
 
     def __init__(self, seed: int, options: Mapping[str, Any]) -> None:
         params = read_params(GuessParams, options, "games", "env.params.options")
         self._high, self._left = params.high, params.guesses
         self._number = random.Random(f"guess/{seed}").randint(1, params.high)
+        self._from, self._to = 1, params.high  # numbers that it may still be
 
     def start(self) -> str:
         return f"Guess my number, from 1 to {self._high}. You have {self._left} guesses."
@@ -66,5 +70,14 @@ class Guess:
         if not self._left:
             return Move(f"The number was {self._number}.", done=True)
         if not found:
-            return Move("That is no number.")
-        return Move("Too low." if int(found[-1]) < self._number else "Too high.")
+            return Move("That is no number.", state=self._state)
+        guess = int(found[-1])
+        if guess < self._number:
+            self._from = max(self._from, guess + 1)
+            return Move("Too low.", state=self._state)
+        self._to = min(self._to, guess - 1)
+        return Move("Too high.", state=self._state)
+
+    @property
+    def _state(self) -> str:
+        return f"{self._from} to {self._to}, {self._left} left"

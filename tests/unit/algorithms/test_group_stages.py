@@ -35,7 +35,7 @@ from fixture_p import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from objective import GROUP_ADVANTAGES, Objective
+from objective import GROUP_ADVANTAGES, NO_BASELINE, Objective
 
 from kitae.algorithms.advantages import (
     GroupRewards,
@@ -79,7 +79,7 @@ def test_failed_rollouts_leave_the_group_before_its_statistics() -> None:
     assert objective.group_metrics([group]) == {"groups_too_small": 0}
 
 
-@pytest.mark.parametrize("advantage", sorted(set(GROUP_ADVANTAGES) - {"reward", "one"}))
+@pytest.mark.parametrize("advantage", sorted(set(GROUP_ADVANTAGES) - NO_BASELINE))
 def test_one_judged_rollout_is_no_baseline_and_is_counted(advantage: str) -> None:
     objective = make_objective(advantage=advantage)
     alone, pair = make_group([1, None, None]), make_group([1, 0], group=1)
@@ -316,7 +316,7 @@ def test_keep_best_trains_on_the_best_and_compares_with_all() -> None:
 # S3: advantages.
 
 
-@pytest.mark.parametrize("advantage", sorted(set(GROUP_ADVANTAGES) - {"reward", "one"}))
+@pytest.mark.parametrize("advantage", sorted(set(GROUP_ADVANTAGES) - NO_BASELINE))
 def test_equal_rewards_give_advantages_of_exactly_zero(advantage: str) -> None:
     """The float mean of equal numbers need not be that number; divided by ε the error would be an advantage of 0.1."""
     objective = make_objective(advantage=advantage)
@@ -583,15 +583,15 @@ def test_what_each_preset_asks_for() -> None:
             if getattr(objective, f"wants_{what}"):
                 names.add(name)
     assert wants == {
-        "reference": {"ppo", "rloo", "remax", "reinforce++", "reinforce++-baseline"},
-        "values": {"ppo"},
+        "reference": {"ppo", "turn-ppo", "rloo", "remax", "reinforce++", "reinforce++-baseline"},
+        "values": {"ppo", "turn-ppo"},
         "greedy": {"remax"},
         "teacher": {"distil"},
     }
     without = {n for n in PRESETS if not needs_group(AlgorithmConfig(preset=n))}
     assert without == {
         "reinforce", "reinforce-drop-correct", "reinforce-drop-wrong", "reinforce-rej", "raft", "raft++", "ppo",
-        "remax", "reinforce++", "distil", "gkd",
+        "remax", "reinforce++", "turn-ppo", "rae", "distil", "gkd",
     }  # fmt: skip
 
 

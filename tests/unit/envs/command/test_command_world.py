@@ -295,3 +295,19 @@ reward(1)
     (rollout,) = run(tmp_path, program).rollouts
     assert rollout.score == Score(1.75, {"environment": 1.75})
     assert [s.reward for s in rollout.segments if s.source == "model"] == [0.5, 0.25]
+
+
+def test_roles_are_names_of_the_policy_and_have_rewards_of_their_own(tmp_path: Path) -> None:
+    program = """
+def of_role(role, value):
+    post(os.environ["KITAE_EPISODE_URL"] + "/reward", {"reward": value, "role": role, "token": claimed["token"]})
+
+for role in ("white", "black"):
+    say(user("play"), model="policy/" + role)
+of_role("white", 0.5)
+of_role("black", -0.5)
+reward(0)
+"""
+    (rollout,) = run(tmp_path, program).rollouts
+    assert [chain.role for chain in rollout.chains] == ["white", "black"]
+    assert rollout.score == Score(0.0, {"environment": 0.0, "role/white": 0.5, "role/black": -0.5})
