@@ -36,6 +36,7 @@ VARIANTS = {
     "bf16": ("model.dtype=bfloat16",),
     "moments in 16 bits": ("training.moments=bfloat16",),
     "LoRA": ("model.lora_rank=16",),
+    "QLoRA": ("model.lora_rank=16", "model.lora_base=nf4"),
     "activations again": (
         "training.checkpoint_activations=true",
         "training.token_budget=2048",

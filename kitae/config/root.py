@@ -128,6 +128,8 @@ class RLConfig(Root):
         yield from rules.sizes(self.algorithm, self.training, self.sampling)
         yield from rules.plain(self.model, self.engine)
         yield from rules.exact(self.model, self.engine)
+        yield from rules.four_bits(self.model, self.cluster)
+        yield from rules.four_bits_sampled(self.model, self.engine)
         yield from rules.reference(self.algorithm, self.model)
         yield from rules.routing(self.algorithm, self.training, self.cluster, self.engine)
         yield from rules.routers(self.algorithm, self.cluster)
@@ -221,6 +223,7 @@ class StageConfig(Root):
 
     def contradictions(self) -> Iterator[str]:
         yield from rules.engineless(self.cluster, self.model)
+        yield from rules.four_bits(self.model, self.cluster)
 
     @property
     def files(self) -> dict[str, str]:

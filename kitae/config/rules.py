@@ -119,6 +119,25 @@ def truncated(sampling: SamplingConfig, engine: EngineConfig, m: MethodConfig) -
         yield f"{rule} method.teacher.url, whose log-probs are over the whole vocabulary, got {asked}"
 
 
+def four_bits(model: ModelConfig, c: ClusterConfig) -> Iterator[str]:
+    if model.lora_base != "nf4":
+        return
+    if not model.lora_rank:
+        yield "model.lora_base = 'nf4' needs adapters, which learn instead of the weights: give model.lora_rank"
+    if model.exact:
+        yield "model.lora_base = 'nf4' needs model.exact = false, whose layers have whole weights"
+    if c.ranks > 1:
+        yield f"model.lora_base = 'nf4' needs cluster.ranks = 1, got {c.ranks}: codes are not sharded"
+
+
+def four_bits_sampled(model: ModelConfig, engine: EngineConfig) -> Iterator[str]:
+    if model.lora_base == "nf4" and (engine.serves or engine.weights_dtype != "model"):
+        yield (
+            "model.lora_base = 'nf4' needs an engine that samples from the same 4 bits: Kitae's own, with "
+            f"engine.weights_dtype = 'model', got {engine.kind!r} and {engine.weights_dtype!r}"
+        )
+
+
 def reference(a: AlgorithmConfig, model: ModelConfig) -> Iterator[str]:
     if a.reference.name == "ema" and model.lora_rank:
         yield (

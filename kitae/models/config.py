@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 from kitae.models.adapter_folder import with_adapter
 from kitae.section import Section
 
-WHOLE: dict[str, Any] = {"adapter": "", "lora_rank": 0}
+WHOLE: dict[str, Any] = {"adapter": "", "lora_rank": 0, "lora_base": "model"}
 """Settings of a model that has no adapters."""
 
 
@@ -39,6 +39,9 @@ class ModelConfig(Section):
     lora_rank: int = Field(0, ge=0, description="0 trains all weights; more trains LoRA adapters of this rank.")
     lora_alpha: float = Field(32.0, gt=0, description="LoRA scale numerator.")
     lora_targets: str = Field("all-linear", description="all-linear, or names of modules separated by commas.")
+    lora_base: Literal["model", "nf4"] = Field(
+        "model", description="nf4: keep what adapters are added to in 4 bits (QLoRA): less memory, and slower."
+    )
     adapter: str = Field(
         "",
         description="A folder of peft whose adapters training goes on from; it says rank, alpha and targets. "

@@ -414,6 +414,10 @@ def prepared(model: Any, config: ModelConfig, device: "torch.device") -> Any:
     from kitae.models.older_families import adopt
     from kitae.models.state_seam import attach
 
+    if config.lora_base == "nf4":
+        from kitae.models.four_bits import quantise_layers
+
+        quantise_layers(model, device)
     model = model.to(device).eval()
     own = own_states(model)
     take_all(model)

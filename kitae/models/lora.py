@@ -239,4 +239,8 @@ def _whole_state(model: Any) -> "dict[str, Tensor]":
         if id(tensor) not in known:
             known[id(tensor)] = gathered(tensor.detach())
         state[name] = known[id(tensor)]
+    for name, module in model.named_modules():
+        if hasattr(module, "codes"):  # its weight is in 4 bits
+            del state[f"{name}.codes"], state[f"{name}.scales"]
+            state[f"{name}.weight"] = module.weight
     return state

@@ -17,6 +17,7 @@ from kitae.config.root import DistilConfig, RLConfig
 from kitae.engines.native.page_cache import PAGE_SIZE
 from kitae.errors import ConfigError
 from kitae.kernels.cpu import packed
+from kitae.models.four_bits import BYTES
 from kitae.models.load import pick_device, pick_dtype
 from kitae.observe.machine import free_memory
 from kitae.study.model_shape import ModelShape, read_model
@@ -30,6 +31,7 @@ _HOLES = {"cpu": 1.3, "cuda": 1.0}  # what activations take with the holes that 
 _LIBRARIES = {"cpu": 0.75e9, "cuda": 0.6e9}  # bytes: interpreter and torch; what CUDA takes for itself
 _FUSED = ("llama", "qwen2", "qwen3", "mistral", "smollm3", "olmo2", "mixtral", "qwen3_moe")
 _NORMED_HEADS = ("qwen3", "qwen3_moe", "olmo2")  # of these
+_UNPACKED = 12.0  # bytes of a weight in 4 bits while it computes: its number, times its scale, in the model's dtype
 _PLAIN = 3.4  # how much more is kept where the layers are the modules' own, or have adapters
 
 
@@ -116,7 +118,7 @@ def hold(
     passing = row * _kept(config, model, device, size) + _logits(config, model, device, size, row)
     gradients = 4.0 * trained
     parts = {
-        "weights": float(model.parameters * size),
+        "weights": _weights(config, model, size),
         **_beyond_weights(config, trained, size),
         "moments": float(trained * moment_bytes(config)),
         # With a single row there are gradients only where activations are gone.
@@ -148,18 +150,27 @@ def _in_turns(config: RLConfig, parts: dict[str, float]) -> dict[str, float]:
     return {name: size * more / engine if engine and name in given_back else size for name, size in parts.items()}
 
 
+def _weights(config: RLConfig, model: ModelShape, size: int) -> float:
+    """In 4 bits: those of all layers' linear maps, of which the largest is there in float32 while it computes."""
+    if config.model.lora_base != "nf4":
+        return float(model.parameters * size)
+    sizes = [size for names, size in model.products.items() if names & model.projections.keys()]
+    maps = model.layers * sum(sizes)
+    return (model.parameters - maps) * size + maps * BYTES + _UNPACKED * max(sizes)
+
+
 def _engines(config: RLConfig, model: ModelShape, device: "torch.device", size: int) -> dict[str, float]:
     """Of engines in processes of their own: weights, libraries, and what is published for them."""
     if config.engine.kind != "process":
         return {}
-    each = model.parameters * size + _LIBRARIES[device.type]
+    each = _weights(config, model, size) + _LIBRARIES[device.type]
     return {"engines": config.engine.count * each, "published weights": float(trained_parameters(config, model) * size)}
 
 
 def _copies(config: RLConfig, model: ModelShape, device: "torch.device", dtype: "torch.dtype") -> dict[str, float]:
     """Weights in the form that an engine's decoder wants; exact engines and those without kernels use the model's."""
     e, adapted = config.engine, config.model.lora_rank > 0
-    if config.model.plain or e.serves or config.model.exact:
+    if config.model.plain or e.serves or config.model.exact or config.model.lora_base == "nf4":
         return {}
     found = {}
     if adapted:
