@@ -17,6 +17,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kitae.clients.addresses import host_name, is_loopback, means
 
+NOTES = "/notes"
+"""The end of the one kind of address that is written to."""
 HEADERS = {
     "content-security-policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
@@ -82,8 +84,11 @@ class PageGuard:
         name = host_name(headers.get("host", ""))
         if not self._door.knows(name):
             return PlainTextResponse(f"this server does not answer to the name {name!r}", 421)
-        if scope["method"] not in ("GET", "HEAD"):
-            return PlainTextResponse("this server only reads", 405)
+        if scope["method"] == "POST" and scope["path"].endswith(NOTES):
+            if headers.get("content-type") != "application/json" or not _own(headers):
+                return PlainTextResponse("only the page itself may write notes", 403)
+        elif scope["method"] not in ("GET", "HEAD"):
+            return PlainTextResponse("this server only reads, and keeps notes", 405)
         if not self._door.token:
             return None
         given = parse_qs(scope["query_string"].decode("latin-1")).get("token", [""])[0]
@@ -98,6 +103,12 @@ class PageGuard:
         answer = RedirectResponse("/" + scope["path"].lstrip("/\\"), 303)  # two slashes would name another server
         answer.set_cookie(cookie_name(scope), self._door.token, httponly=True, samesite="lax")
         return answer
+
+
+def _own(headers: Headers) -> bool:
+    """Whether a browser says that the page itself asks; programs that are no browsers say nothing of it."""
+    origin = headers.get("origin")
+    return origin is None or origin.partition("://")[2] == headers.get("host")
 
 
 def cookie_name(scope: Scope) -> str:

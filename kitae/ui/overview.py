@@ -1,8 +1,10 @@
 """Runs as a whole: the list of runs, the details of one, and several compared."""
 
+import json
 import math
 import sqlite3
 from collections.abc import Sequence
+from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +14,7 @@ from kitae.store.journal import Journal
 from kitae.store.run_summary import RunView
 from kitae.ui import prompt_history
 from kitae.ui.library import file_of, raw_settings, settings_of
+from kitae.ui.notes import read_notes
 from kitae.ui.records import (
     ConsoleEnd,
     Diagnosed,
@@ -41,7 +44,7 @@ def summary(key: str, run: Path, tables: Tables) -> RunSummary:
         status = str(view.status)
     except (KitaeError, OSError, ValueError) as error:
         status, problem = "unreadable", str(error)
-    glance = tables.glance(run)
+    glance, notes = tables.glance(run), read_notes(run)
     steps = settings.get("training.steps")
     total = steps if isinstance(steps, int) else None
     left = total - glance.step if total is not None and status == "running" else None
@@ -64,7 +67,16 @@ def summary(key: str, run: Path, tables: Tables) -> RunSummary:
         changed=view.changed,
         size=view.size,
         problem=problem,
+        alike=_alike(settings),
+        tags=notes.tags,
+        note=notes.note,
     )
+
+
+def _alike(settings: dict[str, Any]) -> str:
+    """A name for all settings but those of one run: its seed, name and folder."""
+    rest = {key: value for key, value in settings.items() if key not in ("run.seed", "run.name", "run.dir")}
+    return sha256(json.dumps(rest, sort_keys=True, default=str).encode()).hexdigest()[:12]
 
 
 def _title(settings: dict[str, Any]) -> str:

@@ -259,8 +259,8 @@ def _pattern(text: str) -> str:
 
 _BRIEF_ROW = f"""
 SELECT r.group_id, r.sample, f.step, coalesce(f.fate, ''), coalesce(f.reason, ''), r.value, r.outcome, r.finish,
-    r.status, r.chains, coalesce(p.prompt_id, ''), coalesce(p.messages, '[]'), substr({TEXT}, 1, ?3),
-    substr(r.detail, 1, ?3)
+    r.status, r.chains, coalesce(p.prompt_id, ''), coalesce(p.messages, '[]'),
+    substr(coalesce(p.reference, ''), 1, ?3), substr({TEXT}, 1, ?3), substr(r.detail, 1, ?3)
 FROM rollouts r LEFT JOIN fates f USING (group_id) LEFT JOIN prompts p USING (group_id)
 WHERE r.group_id = ?1 AND r.sample = ?2
 """
@@ -271,7 +271,8 @@ def _briefs(db: sqlite3.Connection, keys: Sequence[Key]) -> list[Brief]:
 
 
 def _brief(row: tuple[Any, ...]) -> Brief:
-    group, sample, step, fate, reason, value, outcome, finish, status, chains, prompt_id, messages, text, detail = row
+    group, sample, step, fate, reason, value, outcome, finish, status, chains, prompt_id, messages, *texts = row
+    reference, text, detail = texts
     return Brief(
         group=group,
         sample=sample,
@@ -285,9 +286,19 @@ def _brief(row: tuple[Any, ...]) -> Brief:
         length=model_length(chains),
         prompt_id=prompt_id,
         question=question(messages),
+        reference=_said(reference),
         text=text,
         detail=detail,
     )
+
+
+def _said(reference: str) -> str:
+    """A reference as a reader knows it: the text that its JSON is, or the JSON; "": there is none."""
+    try:
+        found = json.loads(reference)
+    except ValueError:  # cut off
+        return reference.removeprefix('"')
+    return "" if found is None else found if isinstance(found, str) else reference
 
 
 def model_length(chains: str) -> int:

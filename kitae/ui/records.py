@@ -23,7 +23,8 @@ class RunSummary:
     """A line of the list of runs: `RunSummary("quickstart-001", …, status="running", step=3, steps=15, eta=61.0)`.
 
     key: how the other addresses name this run. metric: what `value` and `recent` are, "reward" or "loss". speed: tokens
-    sampled in a second, or trained where nothing is sampled. eta: seconds until the end, of a running run.
+    sampled in a second, or trained where nothing is sampled. eta: seconds until the end, of a running run. alike: the
+    same for runs that differ in nothing but their seed. tags, note: what readers wrote.
     """
 
     key: str
@@ -44,6 +45,9 @@ class RunSummary:
     changed: float
     size: int
     problem: str
+    alike: str
+    tags: list[str]
+    note: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +111,7 @@ class Brief:
     length: int
     prompt_id: str
     question: str
+    reference: str
     text: str
     detail: str
 

@@ -1,4 +1,5 @@
-"""The server of `kitae ui`: its addresses, their handlers, and the program around them. No handler writes anything.
+"""The server of `kitae ui`: its addresses, their handlers, and the program around them. Notes on a run are written, and
+nothing else.
 
 The page learns of changes by server-sent events, which have the keys of the runs that have changed. It then requests
 what it shows again.
@@ -14,6 +15,7 @@ from typing import Any, TypeVar
 
 import uvicorn
 from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response, StreamingResponse
@@ -26,8 +28,9 @@ from kitae.errors import ConfigError, KitaeError
 from kitae.serving.running_server import PatientServer, bounded
 from kitae.store.run_summary import RunView
 from kitae.ui import overview, prompt_history, queries, samples, schedule
-from kitae.ui.guard import Door, PageGuard
+from kitae.ui.guard import NOTES, Door, PageGuard
 from kitae.ui.library import Library
+from kitae.ui.notes import FILE, LONGEST, write_notes
 from kitae.ui.queries import whole
 from kitae.ui.records import as_json
 from kitae.ui.tables import Tables
@@ -64,6 +67,7 @@ class RunPages:
             Route(f"{one}/errors", _json(lambda request: queries.errors(self._folder(request)))),
             Route(f"{one}/timeline", _json(self._timeline)),
             Route(f"{one}/console", _json(lambda request: overview.console(self._folder(request)))),
+            Route(f"{one}{NOTES}", self._write_notes, methods=["POST"]),
             Route(f"{one}/diagnosis", _json(lambda request: overview.diagnosis(self._folder(request)))),
         ]
 
@@ -121,6 +125,17 @@ class RunPages:
         if len(keys) not in _COMPARED:
             raise ConfigError(f"compare takes {_COMPARED.start} to {_COMPARED.stop - 1} runs, got {len(keys)}")
         return overview.compare([(key, self._library.find(key)) for key in keys], self._tables)
+
+    async def _write_notes(self, request: Request) -> Response:
+        body = b""
+        async for piece in request.stream():
+            body += piece
+            if len(body) > LONGEST:
+                return Response(
+                    as_json({"error": f"notes may have {LONGEST} bytes"}), 413, media_type="application/json"
+                )
+        answer = _json(lambda request: write_notes(self._folder(request), body))
+        return await run_in_threadpool(answer, request)
 
     async def _live(self, request: Request) -> Response:
         return StreamingResponse(change_events(self._library), media_type="text/event-stream")
@@ -192,7 +207,15 @@ def serve(places: Sequence[Path], host: str, port: int, ready: Callable[[str], N
     PatientServer(config).run(sockets=[taken])
 
 
-_WATCHED = ("config.json", "journal.sqlite", "journal.sqlite-wal", "metrics.jsonl", "timeline.jsonl", "console.log")
+_WATCHED = (
+    "config.json",
+    "journal.sqlite",
+    "journal.sqlite-wal",
+    "metrics.jsonl",
+    "timeline.jsonl",
+    "console.log",
+    FILE,
+)
 _HEARTBEAT = 15.0  # seconds without a change after which a comment is sent, so that a dead connection is noticed
 
 Stamp = tuple[tuple[int, int], ...]

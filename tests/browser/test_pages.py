@@ -14,7 +14,7 @@ import pytest
 from written_runs import HOSTILE, WrittenRun, rollout
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Page
+    from playwright.sync_api import Browser, Page
 
 Serve = Callable[[Path], str]
 
@@ -237,3 +237,67 @@ def test_everything_works_by_keyboard(page: "Page", address: str, folder: Path) 
     page.get_by_role("dialog").wait_for()
     page.keyboard.press("Escape")
     page.get_by_role("dialog").wait_for(state="hidden")
+
+
+@pytest.fixture(scope="module")
+def seeds(serve: Serve, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Two runs that differ in their seed, and another one; steps of 60 seconds."""
+    place = tmp_path_factory.mktemp("seeds")
+    for name, seed, lr in (("one", 1, 1e-5), ("two", 2, 1e-5), ("far", 1, 2e-5)):
+        made = WrittenRun(place, name, run={"seed": seed}, training={"lr": lr})
+        for number in range(1, 4):
+            made.step([[0.0, 0.1 * seed * number]], step_seconds=60.0, generated_tokens=500_000.0)
+        made.finish()
+    return serve(place)
+
+
+def test_the_list_is_searched_sorted_and_tagged(page: "Page", seeds: str) -> None:
+    page.goto(f"{seeds}#/run/two-001")
+    page.get_by_role("button", name="add tags or a note").click()
+    page.get_by_label("tags, with commas between them").fill("baseline")
+    page.get_by_label("note", exact=True).fill("<b>mine</b>")
+    page.get_by_role("button", name="Save").click()
+    page.locator(".notes .chip", has_text="baseline").wait_for()
+    assert page.locator(".notes b").count() == 0, "what a reader wrote is text too"
+    page.goto(f"{seeds}#/?tag=baseline")
+    page.locator('[data-run="two-001"]').wait_for()
+    assert page.locator("[data-run]").count() == 1
+    page.goto(f"{seeds}#/?sort=name&order=up")
+    page.locator("[data-run]").nth(2).wait_for()
+    assert page.locator("[data-run]").evaluate_all("rows => rows.map(row => row.dataset.run)") == [
+        "far-001", "one-001", "two-001",
+    ]  # fmt: skip
+    page.get_by_label("search").fill("mine")
+    page.locator("h1", has_text="1 of 3").wait_for()
+
+
+def test_seeds_are_one_curve_over_minutes_that_can_be_downloaded(page: "Page", seeds: str) -> None:
+    page.goto(f"{seeds}#/compare?runs=one-001,two-001,far-001&metrics=reward&over=time&seeds=together")
+    chart = page.locator('[data-chart="reward"]')
+    with page.expect_download() as download:
+        chart.get_by_role("button", name="Download reward").click()
+    lines = Path(download.value.path()).read_text().splitlines()
+    assert lines[0].startswith("minutes,") and lines[0].count("low") == 1
+    times, means, lows, highs = zip(*(map(float, line.split(",")[:4]) for line in lines[1:]), strict=True)
+    assert times == (1.0, 2.0, 3.0)
+    assert means == pytest.approx((0.075, 0.15, 0.225))  # of (0, 0.1 k) and (0, 0.2 k)
+    assert (highs[2] - lows[2]) / 2 == pytest.approx(0.075 * 2**0.5)  # one standard deviation of 0.15 and 0.3
+
+
+def test_a_run_that_does_not_exist_has_no_pages(browser: "Browser", seeds: str) -> None:
+    page = browser.new_page()  # not `page`: the browser itself writes to the console what is not found
+    page.goto(f"{seeds}#/run/none-001")
+    page.get_by_text("no run 'none-001'").wait_for()
+    assert page.locator("nav.pages").count() == 0
+    page.close()
+
+
+def test_filters_fold_on_a_phone_and_answers_have_their_reference(page: "Page", seeds: str) -> None:
+    page.set_viewport_size({"width": 390, "height": 800})
+    page.goto(f"{seeds}#/run/one-001/rollouts")
+    page.locator(".reference", has_text="answer").first.wait_for()
+    bar = page.locator("form.filters").bounding_box()
+    assert bar is not None and bar["height"] < 160
+    page.locator("summary", has_text="Filters").click()
+    page.get_by_label("trained on?").select_option("dropped")
+    page.get_by_text("Nothing passes these filters").wait_for()

@@ -58,6 +58,14 @@ export async function get<T>(question: Ask<T>, signal?: AbortSignal): Promise<T>
   return body as T;
 }
 
+/** Write something; the page hears of the change as of any other. */
+export async function send(url: string, body: unknown): Promise<void> {
+  const response = await fetch(url, { method: "POST", headers: { "content-type": "application/json" }, body: JSON.stringify(body) });
+  if (response.ok) return;
+  const text = await response.text();
+  throw new Error(text.startsWith("{") ? JSON.parse(text).error : text || response.statusText);
+}
+
 export interface Loaded<T> {
   data: T | null;
   error: string;

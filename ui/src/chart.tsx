@@ -17,10 +17,17 @@ export interface Line {
   points?: boolean;
   low?: Column;
   high?: Column;
+  /** Which run it is of, where places of steps differ from run to run. */
+  run?: string;
 }
+
+/** What the curves are drawn over: `of` gives the place of a step; without it, steps themselves. */
+export interface Axis { name: string; of?: (line: Line, step: number) => number }
+export const STEPS: Axis = { name: "step" };
 
 interface Props {
   title: string;
+  axis?: Axis;
   lines: Line[];
   smoothing?: number;
   stacked?: boolean;
@@ -31,7 +38,8 @@ interface Props {
 }
 
 export function Chart(props: Props) {
-  const { title, lines, smoothing = 0, stacked = false, zoom, onZoom, height = 190 } = props;
+  const { title, smoothing = 0, stacked = false, zoom, onZoom, height = 190, axis = STEPS } = props;
+  const lines = useMemo(() => placed(props.lines, axis), [props.lines, axis]);
   const box = useRef<HTMLDivElement>(null);
   const plot = useRef<uPlot | null>(null);
   const [at, setAt] = useState<number | null>(null);
@@ -41,12 +49,12 @@ export function Chart(props: Props) {
   zoomed.current = onZoom;
   const table = useMemo(() => joined(lines), [lines]);
   const data = useMemo(() => drawn(table, lines, smoothing, stacked), [table, smoothing, stacked]);
-  const shape = lines.map((line) => `${line.name}|${line.colour}|${line.points}`).join() + stacked + (smoothing > 0) + dark + height;
+  const shape = lines.map((line) => `${line.name}|${line.colour}|${line.points}`).join() + stacked + (smoothing > 0) + dark + height + axis.name;
 
   useEffect(() => {
     if (asTable || !box.current) return;
     const made = new uPlot(
-      options(box.current.clientWidth, height, lines, smoothing > 0, stacked, () => intervals.current, (range) => zoomed.current(range), setAt),
+      options(box.current.clientWidth, height, lines, smoothing > 0, stacked, () => intervals.current, (range) => zoomed.current(range), setAt, !axis.of),
       data, box.current);
     plot.current = made;
     const watch = new ResizeObserver(() => box.current && made.setSize({ width: box.current.clientWidth, height }));
@@ -65,7 +73,7 @@ export function Chart(props: Props) {
 
   const row = at ?? lastRow(table);
   return (
-    <section class="card chart" aria-label={`${title} over steps`} data-chart={title}>
+    <section class="card chart" aria-label={`${title} over ${axis.name}`} data-chart={title}>
       <header>
         <h3>{title}</h3>
         <div class={`legend${lines.length > 1 ? " several" : ""}`}>
@@ -78,21 +86,22 @@ export function Chart(props: Props) {
               </span>
             );
           })}
-          {at !== null && row !== null && <span class="muted">step {table.steps[row]}</span>}
+          {at !== null && row !== null && <span class="muted">{axis.name} {number(table.steps[row])}</span>}
         </div>
         <button class="quiet" aria-pressed={asTable} onClick={() => setAsTable(!asTable)} title="Show the numbers">{asTable ? "curve" : "table"}</button>
+        <button class="quiet" onClick={() => download(title, axis, lines, table)} title="Download the numbers as CSV" aria-label={`Download ${title}`}>csv</button>
         {props.onRemove && <button class="quiet" onClick={props.onRemove} aria-label={`Remove ${title}`} title="Remove">×</button>}
       </header>
-      {asTable ? <Numbers table={table} lines={lines} /> : <div class="plot" ref={box} style={{ height: `${height}px` }} />}
+      {asTable ? <Numbers table={table} lines={lines} axis={axis} /> : <div class="plot" ref={box} style={{ height: `${height}px` }} />}
     </section>
   );
 }
 
-function Numbers({ table, lines }: { table: Joined; lines: Line[] }) {
+function Numbers({ table, lines, axis }: { table: Joined; lines: Line[]; axis: Axis }) {
   return (
     <div class="scroll" tabIndex={0}>
       <table class="plain">
-        <thead><tr><th>step</th>{lines.map((line) => <th key={line.name}>{line.name}</th>)}</tr></thead>
+        <thead><tr><th>{axis.name}</th>{lines.map((line) => <th key={line.name}>{line.name}</th>)}</tr></thead>
         <tbody>
           {table.steps.map((step, i) => (
             <tr key={step}><td>{step}</td>{table.columns.map((column, j) => <td key={j} data-value={column[i] ?? ""}>{number(column[i], 6)}</td>)}</tr>
@@ -103,11 +112,30 @@ function Numbers({ table, lines }: { table: Joined; lines: Line[] }) {
   );
 }
 
+/** Lines at the places of their steps. */
+function placed(lines: Line[], axis: Axis): Line[] {
+  const of = axis.of;
+  return of ? lines.map((line) => ({ ...line, steps: line.steps.map((step) => of(line, step)) })) : lines;
+}
+
+function download(title: string, axis: Axis, lines: Line[], table: Joined): void {
+  const cell = (text: string) => (/[",\n]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text);
+  const wide = lines.flatMap((line, i) => [[line.name, table.columns[i]!] as const,
+    ...(line.low && line.high ? (["low", "high"] as const).map((end) => [`${line.name} ${end}`, joined([{ ...line, values: line[end]! }], table.steps).columns[0]!] as const) : [])]);
+  const rows = [[axis.name, ...wide.map(([name]) => name)], ...table.steps.map((step, i) => [String(step), ...wide.map(([, column]) => String(column[i] ?? ""))])];
+  const url = URL.createObjectURL(new Blob([rows.map((row) => row.map(cell).join(",")).join("\n") + "\n"], { type: "text/csv" }));
+  const anchor = document.createElement("a");
+  anchor.href = url;
+  anchor.download = `${title.replace(/[^\w.-]+/g, "-")}.csv`;
+  anchor.click();
+  setTimeout(() => URL.revokeObjectURL(url), 10_000);
+}
+
 interface Joined { steps: number[]; columns: Column[] }
 
 /** All lines over the union of their steps. */
-function joined(lines: Line[]): Joined {
-  const steps = [...new Set(lines.flatMap((line) => line.steps))].sort((a, b) => a - b);
+function joined(lines: Line[], over?: number[]): Joined {
+  const steps = over ?? [...new Set(lines.flatMap((line) => line.steps))].sort((a, b) => a - b);
   const where = new Map(steps.map((step, i) => [step, i]));
   const columns = lines.map((line) => {
     const column: Column = new Array<number | null>(steps.length).fill(null);
@@ -166,7 +194,7 @@ function near(column: Column, row: number, last: boolean): number | null {
 
 function options(
   width: number, height: number, lines: Line[], smooth: boolean, stacked: boolean, intervals: () => Interval[],
-  zoom: (range: Range | null) => void, point: (row: number | null) => void,
+  zoom: (range: Range | null) => void, point: (row: number | null) => void, whole: boolean,
 ): uPlot.Options {
   const axis: uPlot.Axis = {
     stroke: colour("muted"), font: "11px system-ui, sans-serif", grid: { stroke: colour("line"), width: 1 },
@@ -183,7 +211,7 @@ function options(
       y: { range: (u, low, high) => { void u; return reach(low, high, intervals(), stacked); } },
     },
     axes: [
-      { ...axis, size: 26, space: 60, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000] },
+      { ...axis, size: 26, space: 60, incrs: [...(whole ? [] : [0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5]), 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000] },
       { ...axis, size: 52, space: 34, values: (_, ticks) => ticks.map((tick) => short(tick)) },
     ],
     series: [{}, ...(stacked ? lines.toReversed() : lines).flatMap((line) => series(line, smooth, stacked))],

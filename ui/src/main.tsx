@@ -10,7 +10,7 @@ import { Group } from "./pages/group";
 import { Prompts } from "./pages/prompts";
 import { Report } from "./pages/report";
 import { Rollouts } from "./pages/rollouts";
-import { Runs } from "./pages/runs";
+import { Notes, Runs } from "./pages/runs";
 import { Timeline } from "./pages/timeline";
 import { Empty, Status, Waiting } from "./parts";
 import type { RunDetail } from "./records";
@@ -32,7 +32,7 @@ function App() {
     <>
       <Top run={kind === "run" ? key : ""} help={() => setHelp(true)} />
       {kind === "run" && key ? <Run run={key} here={here} />
-        : <main>{kind === "" ? <Runs /> : kind === "compare" ? <Compare query={here.query} /> : <Empty>There is no such page. <a href="#/">All runs</a></Empty>}</main>}
+        : <main>{kind === "" ? <Runs query={here.query} /> : kind === "compare" ? <Compare query={here.query} /> : <Empty>There is no such page. <a href="#/">All runs</a></Empty>}</main>}
       <Help open={help} close={() => setHelp(false)} />
     </>
   );
@@ -60,12 +60,13 @@ function Run({ run, here }: { run: string; here: Place }) {
   useEffect(() => { document.title = `${run} – Kitae`; return () => { document.title = "Kitae"; }; }, [run]);
   return (
     <>
-      <nav class="pages" aria-label="Pages of the run">
+      {(state.data || !state.error) && <nav class="pages" aria-label="Pages of the run">
         {PAGES.map(([name, title]) => <a key={name} href={link(["run", run, ...(name ? [name] : [])])} aria-current={name === (page === "group" ? "rollouts" : page) ? "page" : undefined}>{title}</a>)}
-      </nav>
+      </nav>}
       <main>
-        {!state.data ? <Waiting state={state} what="Reading the run" /> : <>
+        {!state.data ? <><Waiting state={state} what="Reading the run" />{state.error && <p><a href="#/">All runs</a></p>}</> : <>
           <div class="bar runhead"><h1>{state.data.summary.name}</h1><Status status={state.data.summary.status} /><span class="muted small clip">{state.data.summary.title}</span></div>
+          {page === "" && <Notes run={state.data.summary} />}
           {state.data.summary.problem && <p class="notice bad" role="alert">{state.data.summary.problem}</p>}
           {state.error && <p class="notice bad" role="alert">{state.error}</p>}
           <Page run={state.data} page={page} here={here} />

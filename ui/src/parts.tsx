@@ -65,9 +65,9 @@ export function Field(props: {
   );
 }
 
-export function Choice(props: { label: string; value: string; of: [string, string][]; onChange: (value: string) => void }) {
+export function Choice(props: { label: string; hint?: string; value: string; of: [string, string][]; onChange: (value: string) => void }) {
   return (
-    <label class="field">
+    <label class="field" title={props.hint}>
       <span>{props.label}</span>
       <select value={props.value} onChange={(event) => props.onChange(event.currentTarget.value)}>
         {props.of.map(([value, name]) => <option key={value} value={value} selected={value === props.value}>{name}</option>)}

@@ -26,6 +26,9 @@ export interface RunSummary {
   changed: number;
   size: number;
   problem: string;
+  alike: string;
+  tags: string[];
+  note: string;
 }
 
 export interface Setting {
@@ -70,6 +73,7 @@ export interface Brief {
   length: number;
   prompt_id: string;
   question: string;
+  reference: string;
   text: string;
   detail: string;
 }

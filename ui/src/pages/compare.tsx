@@ -1,14 +1,14 @@
 // Two to six runs over each other.
 import type { ComponentChildren } from "preact";
-import { useEffect, useState } from "preact/hooks";
+import { useEffect, useMemo, useState } from "preact/hooks";
 import { ask, get, useData } from "../api";
-import { Chart, type Line, type Range } from "../chart";
+import { Chart, type Column, type Line, type Range } from "../chart";
 import { fixed, number, seconds, setting, signed } from "../format";
 import { Empty, Held, Status, Waiting } from "../parts";
 import type { RunComparison, RunSummary, Series } from "../records";
 import { alter, link } from "../router";
 import { SERIES } from "../theme";
-import { Picker } from "./curves";
+import { Over, Picker, axisOf, columnsOf } from "./curves";
 
 const USUAL = ["reward", "loss", "length", "entropy", "step_seconds"];
 
@@ -46,8 +46,13 @@ function Found({ found, query }: { found: RunComparison; query: URLSearchParams 
   const chosen = query.get("metrics")?.split(",").filter(Boolean) ?? USUAL.filter((name) => found.metrics.includes(name)).slice(0, 4);
   const smoothing = Number(query.get("smooth") ?? 0);
   const [zoom, setZoom] = useState<Range | null>(null);
-  const series = useAll(found.runs.map((run) => run.key), chosen, found);
-  const lines = (name: string): Line[] => found.runs.map((run, i) => ({ name: run.name, steps: series[run.key]?.steps ?? [], values: series[run.key]?.columns[name] ?? [], colour: SERIES[i]! }));
+  const over = query.get("over") ?? "";
+  const series = useAll(found.runs.map((run) => run.key), [...new Set([...chosen, ...columnsOf(over, found.metrics)])], found);
+  const axis = useMemo(() => axisOf(over, series), [over, series]);
+  const seeded = new Set(found.runs.map((run) => run.alike)).size < found.runs.length;
+  const together = seeded && query.get("seeds") === "together";
+  const each = (name: string): Line[] => found.runs.map((run, i) => ({ name: run.name, run: run.key, steps: series[run.key]?.steps ?? [], values: series[run.key]?.columns[name] ?? [], colour: SERIES[i]! }));
+  const lines = (name: string) => (together ? ofSeeds(found.runs, each(name)) : each(name));
   return (
     <>
       <div class="bar tools">
@@ -55,10 +60,13 @@ function Found({ found, query }: { found: RunComparison; query: URLSearchParams 
         <label class="field inline"><span>smoothing</span>
           <input type="range" min="0" max="0.98" step="0.02" value={smoothing} onInput={(event) => alter({ smooth: event.currentTarget.value === "0" ? null : event.currentTarget.value })} />
           <output>{smoothing ? smoothing.toFixed(2) : "off"}</output></label>
+        <Over value={over} metrics={found.metrics} clear={() => setZoom(null)} />
+        {seeded && <label class="field inline" title="Runs that differ in nothing but their seed become one curve: the mean, with one standard deviation to each side">
+          <input type="checkbox" checked={together} onChange={() => alter({ seeds: together ? null : "together" })} /><span>mean and spread of seeds</span></label>}
         <span class="grow" />
         {zoom && <button onClick={() => setZoom(null)}>Whole runs</button>}
       </div>
-      <div class="charts">{chosen.map((name) => <Chart key={name} title={name} lines={lines(name)} smoothing={smoothing} zoom={zoom} onZoom={setZoom} />)}</div>
+      <div class="charts">{chosen.map((name) => <Chart key={name} title={name} lines={lines(name)} axis={axis} smoothing={smoothing} zoom={zoom} onZoom={setZoom} />)}</div>
       <h3>Results</h3>
       <Results found={found} />
       <h3>Held-out prompts of both</h3>
@@ -76,6 +84,22 @@ function Found({ found, query }: { found: RunComparison; query: URLSearchParams 
       ) : <Empty>All settings are the same.</Empty>}
     </>
   );
+}
+
+/** One line for all runs that differ in their seed alone: at each step the mean of those that have it, and one standard
+ * deviation to each side of it. Over time or tokens the first run of a group says where its steps are. */
+function ofSeeds(runs: RunSummary[], lines: Line[]): Line[] {
+  return [...new Set(runs.map((run) => run.alike))].map((alike): Line => {
+    const own = lines.filter((_, i) => runs[i]!.alike === alike);
+    const first = own[0]!;
+    if (own.length === 1) return first;
+    const steps = [...new Set(own.flatMap((line) => line.steps))].sort((a, b) => a - b);
+    const found = steps.map((step) => own.flatMap((line) => { const value = line.values[line.steps.indexOf(step)]; return value == null ? [] : [value]; }));
+    const values: Column = found.map((all) => (all.length ? all.reduce((a, b) => a + b, 0) / all.length : null));
+    const reach = found.map((all, i) => (all.length < 2 ? null : Math.sqrt(all.reduce((sum, value) => sum + (value - values[i]!) ** 2, 0) / (all.length - 1))));
+    const end = (sign: number): Column => values.map((value, i) => (value === null || reach[i] === null ? null : value + sign * reach[i]!));
+    return { ...first, name: `${own.length} seeds: ${own.map((line) => line.name).join(", ")}`, steps, values, low: end(-1), high: end(1) };
+  });
 }
 
 function Results({ found }: { found: RunComparison }) {

@@ -1,7 +1,7 @@
 // One run: how it stands, its curves, and where the seconds of a step went.
 import { useMemo, useState } from "preact/hooks";
 import { ask, useData } from "../api";
-import { Chart, type Line, type Range } from "../chart";
+import { Chart, STEPS, type Axis, type Line, type Range } from "../chart";
 import { fixed, number, seconds, size } from "../format";
 import { Empty, Held, Stat, Waiting } from "../parts";
 import type { RunDetail, Series } from "../records";
@@ -18,8 +18,10 @@ export function Curves({ run, query, most = MOST, head = true }: { run: RunDetai
   const smoothing = Number(query.get("smooth") ?? 0);
   const [zoom, setZoom] = useState<Range | null>(null);
   const key = run.summary.key;
-  const state = useData(ask.series(key, [...new Set([...chosen, ...run.phases])]), [key]);
+  const over = query.get("over") ?? "";
+  const state = useData(ask.series(key, [...new Set([...chosen, ...run.phases, ...columnsOf(over, run.metrics)])]), [key]);
   const series = state.data;
+  const axis = useMemo(() => axisOf(over, series ? { [key]: series } : {}), [over, series]);
   const choose = (names: string[]) => alter({ metrics: names.join(",") });
   return (
     <>
@@ -31,16 +33,17 @@ export function Curves({ run, query, most = MOST, head = true }: { run: RunDetai
             <input type="range" min="0" max="0.98" step="0.02" value={smoothing} onInput={(event) => alter({ smooth: event.currentTarget.value === "0" ? null : event.currentTarget.value })} />
             <output>{smoothing ? smoothing.toFixed(2) : "off"}</output>
           </label>
+          <Over value={over} metrics={run.metrics} clear={() => setZoom(null)} />
           <span class="grow" />
           {zoom ? <button onClick={() => setZoom(null)}>Whole run</button> : <span class="muted small">Drag over a curve to zoom all of them</span>}
         </div>
         {!series ? <Waiting state={state} what="Reading metrics" /> : (
           <div class="charts">
             {chosen.map((name) => (
-              <Chart key={name} title={name} lines={linesOf(name, series)} smoothing={smoothing} zoom={zoom} onZoom={setZoom}
+              <Chart key={name} title={name} lines={linesOf(name, series)} axis={axis} smoothing={smoothing} zoom={zoom} onZoom={setZoom}
                 onRemove={() => choose(chosen.filter((other) => other !== name))} />
             ))}
-            {run.phases.length > 0 && <Phases names={run.phases} series={series} zoom={zoom} onZoom={setZoom} />}
+            {run.phases.length > 0 && !over && <Phases names={run.phases} series={series} zoom={zoom} onZoom={setZoom} />}
           </div>
         )}
       </>}
@@ -99,6 +102,39 @@ function Phases({ names, series, zoom, onZoom }: { names: string[]; series: Seri
   if (!used.length) return null;
   const lines = used.map((name, i) => ({ name: name.replace(/_seconds$/, ""), steps: series.steps, values: series.columns[name]!, colour: SERIES[i % SERIES.length]! }));
   return <div class="wide"><Chart title="seconds of a step, by phase" lines={lines} stacked zoom={zoom} onZoom={onZoom} height={210} /></div>;
+}
+
+/** What may stand below the curves beside steps, and the columns that add up to it. */
+const OVERS: Record<string, { name: string; columns: string[]; part: number }> = {
+  time: { name: "minutes", columns: ["step_seconds"], part: 60 },
+  tokens: { name: "million tokens", columns: ["generated_tokens", "loss_tokens"], part: 1e6 },
+};
+
+export const columnsOf = (over: string, metrics: string[]) => OVERS[over]?.columns.filter((name) => metrics.includes(name)).slice(0, 1) ?? [];
+
+/** Steps, or what all steps up to one took together; that of a step without numbers is that of the one before. */
+export function axisOf(over: string, all: Record<string, Series>): Axis {
+  const asked = OVERS[over];
+  if (!asked) return STEPS;
+  const sums = Object.fromEntries(Object.entries(all).map(([run, series]) => {
+    const column = asked.columns.map((name) => series.columns[name]).find(Boolean) ?? [];
+    let sum = 0;
+    return [run, series.steps.map((step, i): [number, number] => [step, (sum += column[i] ?? 0) / asked.part])];
+  }));
+  const of = (line: Line, step: number) => (sums[line.run ?? ""] ?? Object.values(sums)[0] ?? []).reduce((last, [at, sum]) => (at <= step ? sum : last), 0);
+  return { name: asked.name, of };
+}
+
+export function Over({ value, metrics, clear }: { value: string; metrics: string[]; clear: () => void }) {
+  const known = Object.keys(OVERS).filter((name) => columnsOf(name, metrics).length);
+  if (!known.length) return null;
+  return (
+    <label class="field inline"><span>over</span>
+      <select value={value} onChange={(event) => { clear(); alter({ over: event.currentTarget.value || null }); }}>
+        {["", ...known].map((name) => <option key={name} value={name} selected={name === value}>{name || "steps"}</option>)}
+      </select>
+    </label>
+  );
 }
 
 /** Which metrics are drawn: a list with a filter. */

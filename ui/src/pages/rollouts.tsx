@@ -17,19 +17,23 @@ export function Rollouts({ run, query }: { run: RunDetail; query: URLSearchParam
   if (!run.rollouts) return <Empty>This run has no rollouts{run.metrics.length ? ": nothing is sampled in its kind of training." : " yet."}</Empty>;
   const value = (name: string) => query.get(name) ?? "";
   const set = (name: string) => (text: string) => { if (text !== value(name)) alter({ [name]: text, after: null }); };
-  const filtered = FILTERS.some((name) => name !== "order" && value(name));
+  const used = FILTERS.filter((name) => name !== "order" && name !== "text" && value(name)).length;
+  const filtered = used > 0 || value("text") !== "";
+  const wide = matchMedia("(min-width: 761px)").matches;
   return (
     <>
       <form class="filters card" onSubmit={(event) => event.preventDefault()}>
-        <Field label="text" value={value("text")} onChange={set("text")} wide search placeholder="in prompt, answer or verdict" />
+        <Field label="text" value={value("text")} onChange={set("text")} wide search placeholder="in prompt, answer or what the verifier said" />
+        <details class="more" open={wide || undefined}><summary class="button">Filters{used > 0 && ` (${used})`}</summary><div class="fields">
         <Field label="step" type="number" value={value("step")} onChange={set("step")} />
         <div class="pair"><Field label="reward from" type="number" value={value("reward_min")} onChange={set("reward_min")} /><Field label="to" type="number" value={value("reward_max")} onChange={set("reward_max")} /></div>
         <div class="pair"><Field label="tokens from" type="number" value={value("length_min")} onChange={set("length_min")} /><Field label="to" type="number" value={value("length_max")} onChange={set("length_max")} /></div>
         <Field label="prompt" value={value("prompt")} onChange={set("prompt")} placeholder="its id" />
         <Choice label="finish" value={value("finish")} onChange={set("finish")} of={[["", "any"], ["stop", "stop"], ["length", "cut off"], ["abort", "aborted"]]} />
-        <Choice label="verdict" value={value("verdict")} onChange={set("verdict")} of={[["", "any"], ["scored", "scored"], ["error", "error"]]} />
-        <Choice label="fate" value={value("fate")} onChange={set("fate")} of={[["", "any"], ["trained", "trained"], ["dropped", "dropped"], ["skipped", "skipped"], ["pending", "pending"]]} />
+        <Choice label="judged" hint="Whether the verifier gave a score, or failed on this answer" value={value("verdict")} onChange={set("verdict")} of={[["", "any"], ["scored", "with a score"], ["error", "not judged: an error"]]} />
+        <Choice label="trained on?" hint="What training did with the group of this answer" value={value("fate")} onChange={set("fate")} of={[["", "any"], ["trained", "yes"], ["dropped", "no: left out by a filter"], ["skipped", "no: given up, or too old"], ["pending", "not yet"]]} />
         <Choice label="order" value={value("order") || "newest"} onChange={set("order")} of={[["newest", "newest"], ["oldest", "oldest"], ["best", "best reward"], ["worst", "worst reward"], ["longest", "longest"], ["shortest", "shortest"]]} />
+        </div></details>
         {filtered && <button type="button" onClick={() => alter({ ...Object.fromEntries(FILTERS.map((name) => [name, null])), after: null })}>Clear</button>}
       </form>
       {!page ? <Waiting state={state} what="Reading rollouts" /> : (
@@ -87,6 +91,7 @@ export function Item({ run, row }: { run: string; row: Brief }) {
       <div class="body">
         <a data-row href={GROUP_PAGE(run, row.group, row.sample)} class="question">{row.question || row.prompt_id}</a>
         <pre class="answer">{row.text || <span class="muted">(nothing)</span>}</pre>
+        {row.reference && <div class="small reference"><span class="muted">reference</span> <span class="clip">{row.reference}</span></div>}
         {row.detail && <div class={`small ${row.outcome === "error" ? "warn-text" : "muted"}`}>{row.detail}</div>}
         <div class="muted small facts">
           <span>{row.step === null ? "pending" : `step ${row.step}`}</span><span>{row.prompt_id}</span>
