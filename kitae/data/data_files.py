@@ -86,11 +86,13 @@ def _shipped_file(setting: str, text: str) -> File:
 
 
 def hub_files(hub: str, pattern: str) -> list[File]:
-    """The files of a data set on the hub that match the pattern; at least one."""
+    """The files of a data set on the hub that match the pattern; at least one. A folder of that name is taken first, as
+    `load_dataset` does."""
     from huggingface_hub import snapshot_download
 
     try:
-        folder = Path(snapshot_download(hub, repo_type="dataset", allow_patterns=pattern))
+        local = Path(hub).is_dir()
+        folder = Path(hub if local else snapshot_download(hub, repo_type="dataset", allow_patterns=pattern))
     except Exception as error:  # the network, the disk, the hub's own refusals: they share no base class
         reason = next(iter(str(error).splitlines()), "") or type(error).__name__
         raise DataError(

@@ -97,7 +97,7 @@ class _Product(torch.autograd.Function):
         return linear(x, layer.weight)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
         return dy @ ctx.layer.weight, None
 
 
