@@ -31,7 +31,7 @@ _HOLES = {"cpu": 1.3, "cuda": 1.0}  # what activations take with the holes that 
 _LIBRARIES = {"cpu": 0.75e9, "cuda": 0.6e9}  # bytes: interpreter and torch; what CUDA takes for itself
 _FUSED = ("llama", "qwen2", "qwen3", "mistral", "smollm3", "olmo2", "mixtral", "qwen3_moe")
 _NORMED_HEADS = ("qwen3", "qwen3_moe", "olmo2")  # of these
-_UNPACKED = 12.0  # bytes of a weight in 4 bits while it computes: its number, times its scale, in the model's dtype
+_UNPACKED = 8.0  # bytes of a weight in 4 bits while it computes: its number, times its scale, in the model's dtype
 _PLAIN = 3.4  # how much more is kept where the layers are the modules' own, or have adapters
 
 

@@ -110,5 +110,6 @@ def test_scripts_with_data_of_the_hub_train_on_a_folder_of_its_layout(
     (tmp_path / "script.py").write_text(script)
     command = [sys.executable, "-c", RUN, "import", "trl", "script.py", "-o", "mine.toml"]
     assert subprocess.run(command, capture_output=True, check=False).returncode == 0
-    result = train("mine.toml", overrides=[f"{key}={value}" for key, value in {"training.steps": 2, **settings}.items()])
+    given = {"training.steps": 2, **settings}
+    result = train("mine.toml", overrides=[f"{key}={value}" for key, value in given.items()])
     assert len([metrics for metrics in result.metrics if metrics["kind"] == "step"]) == 2
