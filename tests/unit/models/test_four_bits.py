@@ -14,9 +14,10 @@ from kitae.config.recipe import model_settings
 from kitae.errors import ConfigError
 from kitae.models.config import ModelConfig
 from kitae.models.four_bits import BLOCK, BYTES, NF4, FourBitLinear, dequantise, quantise
-from kitae.models.load import export_policy, load_policy
+from kitae.models.load import load_policy
 from kitae.models.lora import merged_state
 from kitae.models.policy import Policy
+from kitae.models.written_folder import export_policy
 
 SHAPE = (32, 128)
 
