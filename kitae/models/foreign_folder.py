@@ -14,12 +14,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kitae.errors import ModelError
+from kitae.models.adapter_folder import is_adapter
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 _SHARD = re.compile(r"model_world_size_(\d+)_rank_(\d+)\.pt")
 _LOCAL = "huggingface"
+
+
+def refuse_adapters(path: str) -> None:
+    """Raise for a folder of peft where a whole model is meant."""
+    if is_adapter(path):
+        raise ModelError(f"{path!r} has adapters, and no model: merge them with: kitae export {path} OUTPUT")
 
 
 def newest_checkpoint(folder: Path) -> Path | None:

@@ -11,9 +11,8 @@ from types import MethodType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kitae.errors import ModelError
-from kitae.models.adapter_folder import is_adapter
 from kitae.models.config import WHOLE, ModelConfig
-from kitae.models.foreign_folder import newest_checkpoint, shards_name, shards_of, write_joined
+from kitae.models.foreign_folder import newest_checkpoint, refuse_adapters, shards_name, shards_of, write_joined
 from kitae.models.parts import text_part, towers_of
 from kitae.models.picture_reader import FILES as PROCESSOR_FILES
 from kitae.models.picture_reader import PictureReader, read_processor, reader_of
@@ -51,8 +50,7 @@ def find_model(path: str, *, download: bool = True) -> Path | None:
         return trained_model(folder)
     if (folder / "config.json").is_file():
         return folder
-    if is_adapter(path):
-        raise ModelError(f"{path!r} has adapters, and no model: merge them with: kitae export {path} OUTPUT")
+    refuse_adapters(path)
     if (last := newest_checkpoint(folder)) is not None:
         return last
     if (shards := shards_of(folder)) is not None:
