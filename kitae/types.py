@@ -359,6 +359,7 @@ class Group:
     prompt: Prompt
     rollouts: tuple[Rollout, ...]
     greedy: Rollout | None = None  # a baseline for methods that want one; never trained on
+    problem: str = ""  # why nothing was sampled: the prompt is impossible
 
     @property
     def valid(self) -> tuple[Rollout, ...]:

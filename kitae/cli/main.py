@@ -40,6 +40,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "ui": ("serve.ui", "Look at runs in a browser: curves, rollouts, timelines."),
     "serve": ("serve.serve", "Serve a model or a reward model over an OpenAI-compatible API."),
     "tinker": ("tinker.tinker", "Serve a base model to train adapters on, for Tinker's client."),
+    "sandbox-host": ("sandbox_host.sandbox_host", "Open sandboxes here for runs on other machines."),
     "report": ("runs.report", "Write a run into one HTML file, to send to somebody."),
     "doctor": ("doctor.doctor", "Check this machine, or whether a model is fit to be trained."),
 }

@@ -10,6 +10,7 @@ from itertools import count
 from kitae.data.chat import Chat
 from kitae.engines.base import Request, Sampled, SamplingParams, stream_seed
 from kitae.envs.base import Agent, Outcome
+from kitae.envs.blocking_calls import Blocked, WatchedCall
 from kitae.envs.conversations import AgentConversation, Conversations, Position
 from kitae.envs.episode_context import (
     OWN_ERRORS,
@@ -80,16 +81,21 @@ class AgentEpisode(RunningEpisode):
 
     async def _call(self) -> Outcome:
         """Run the agent, unless it sends no request for too long."""
-        if self._on.running.suspending:
-            raise Suspended
-        seconds = self._on.limits.seconds
+        await self._go_on()
+        seconds, note = self._on.limits.seconds, self._on.note
         self._deadline = asyncio.timeout(None)
+        whole = asyncio.timeout(None)
         try:
             with self._on.waiting("the environment", self.id):
-                async with self._deadline:
-                    await self._agent.enter()
-                    self._deadline.reschedule(asyncio.get_running_loop().time() + seconds)
-                    outcome = await self._agent.run(self)
+                async with whole, self._deadline:
+                    await WatchedCall(note, self.id, seconds, self._agent.enter)
+                    now = asyncio.get_running_loop().time()
+                    whole.reschedule(now + self._on.limits.deadline if self._on.limits.deadline else None)
+                    self._deadline.reschedule(now + seconds)
+                    outcome = await WatchedCall(note, self.id, seconds, lambda: self._agent.run(self))
+        except Blocked as block:
+            await self._go_on()
+            raise Failure(f"run was interrupted: {block}") from block
         except BaseException as error:
             if self._fatal is not None:
                 raise self._fatal from None
@@ -97,6 +103,9 @@ class AgentEpisode(RunningEpisode):
                 raise
             if self._on.running.suspending:
                 raise Suspended from None
+            if whole.expired():
+                self._cut, self._finish = True, "length"
+                raise Failure(f"it took longer than {self._on.limits.deadline:g} s") from error
             if self._deadline.expired():
                 raise Failure(f"it asked nothing for {seconds:g} s") from error
             raise Failure(f"run raised {described(error)}") from error
@@ -224,7 +233,8 @@ class AgentEpisode(RunningEpisode):
     def _asked_sampling(self, ask: Ask) -> SamplingParams:
         """The run's sampling settings, shortened to what the client wants."""
         stops = tuple(dict.fromkeys((*self._sampling.stop_strings, *ask.sampling.stop_strings)))
-        return replace(self._sampling, max_tokens=min(self._tokens_left, ask.sampling.max_tokens), stop_strings=stops)
+        most = min(self._tokens_left, ask.sampling.max_tokens, self._on.limits.turn_tokens or self._tokens_left)
+        return replace(self._sampling, max_tokens=most, stop_strings=stops)
 
     async def _sample(self, position: Position, number: int, sampling: SamplingParams) -> tuple[Segment, FinishReason]:
         on, context = self._on, position.context

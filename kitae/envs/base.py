@@ -50,8 +50,8 @@ class Environment(Protocol):
 
     **Failures.** A call fails if it raises, takes longer than its limit (its coroutine is then cancelled), or returns
     the wrong type. That costs its own episode, never the group or the run: the episode counts as an error and is not
-    trained on. A failure of `close` has no effect but a note beside the verdict. A call that blocks the event loop
-    cannot be interrupted, so whatever takes long must be awaited.
+    trained on. A failure of `close` has no effect but a note beside the verdict. Whatever takes long must be awaited:
+    code that blocks the event loop holds up all episodes; it is named, and interrupted at its limit (`blocking_calls`).
 
     **Resuming.** An interrupted episode is continued in a new environment, which receives the recorded turns again to
     get to the same state. What it returns for them is not used: the model has already read the recorded observations.
@@ -119,6 +119,10 @@ class EpisodeLimits:
     tokens: of one observation; a longer one is a failure.
     context: the most tokens that the model can read, its own included; None: not known. An observation that does not
     fit cuts the episode off; if it is longer than everything before it, it is a failure.
+    turn_tokens: the most tokens of one turn of the model; one that needs more is cut, and the environment gets it as it
+    is. None: no limit but that of the episode.
+    deadline: seconds for the whole episode, by the wall and from its start, or from where it is continued. An episode
+    that needs more is cut off: a call of the environment is ended there, a turn of the model may be completed.
     The most tokens of all the model's turns together is `SamplingParams.max_tokens`; observations do not count there.
     """
 
@@ -126,6 +130,8 @@ class EpisodeLimits:
     seconds: float = 120.0
     tokens: int = 8192
     context: int | None = None
+    turn_tokens: int | None = None
+    deadline: float | None = None
 
 
 class SingleTurn:

@@ -27,6 +27,12 @@ class EnvConfig(Section):
     turns: int = Field(8, ge=1, description="Turns of the model in one episode, at most.")
     tokens: int = Field(2048, ge=1, description="Tokens of one observation, at most; a longer one is an error.")
     seconds: float = Field(60.0, gt=0, description="Seconds for each call of the environment.")
+    turn_tokens: int | None = Field(
+        None, ge=1, description="Tokens of one turn of the model, at most; the environment gets a longer one cut."
+    )
+    deadline: float | None = Field(
+        None, gt=0, description="Seconds for a whole episode, the model's time included; a longer one is cut off."
+    )
 
 
 def read_params(kind: type[S], params: Mapping[str, Any], name: str, place: str = "env.params") -> S:

@@ -2,17 +2,19 @@
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
 from kitae.envs.base import Agent, Environment, EpisodeLimits, SingleTurn, World
+from kitae.envs.blocking_calls import in_thread
 from kitae.envs.config import EnvConfig
 from kitae.envs.games.game_world import Games
 from kitae.envs.mcp.mcp_world import Mcp
 from kitae.envs.tools.tool_world import Tools
 from kitae.errors import ConfigError
 from kitae.plugins import is_plugin, load_function, nearest
-from kitae.types import Prompt
+from kitae.types import Prompt, Turn
 
 Params = Mapping[str, Any]
 
@@ -87,17 +89,42 @@ def open_world(config: EnvConfig, hidden: Sequence[Path] = ()) -> World:
 def limits_of(config: EnvConfig, context: int | None = None) -> EpisodeLimits:
     """context: how many tokens the model can read; None: not known."""
     turns = 1 if config.name == "single" else config.turns
-    return EpisodeLimits(turns, config.seconds, config.tokens, context)
+    return EpisodeLimits(turns, config.seconds, config.tokens, context, config.turn_tokens, config.deadline)
 
 
 def _own(config: EnvConfig) -> World:
     kind = load_function(config.name, "environment", ("prompt",), ConfigError)
-    wanted = ("enter", "run") if hasattr(kind, "run") else ("start", "step")
-    for method in (*wanted, "close"):
-        if not inspect.iscoroutinefunction(getattr(kind, method, None)):
-            raise ConfigError(f"env.name {config.name!r} must have `async def {method}`, got none")
+    agent = hasattr(kind, "run")
+    plain = []
+    for name in ("enter", "run", "close") if agent else ("start", "step", "close"):
+        method = getattr(kind, name, None)
+        if inspect.iscoroutinefunction(method):
+            continue
+        if agent or not inspect.isfunction(method):
+            raise ConfigError(f"env.name {config.name!r} must have `async def {name}`, got none")
+        plain.append(name)
     try:
         inspect.signature(kind).bind(None, **config.params)
     except TypeError as problem:
         raise ConfigError(f"env.params do not fit {config.name!r}: {problem}") from None
-    return Simple(kind, config.params)
+    return Simple(partial(_Threaded, kind) if plain else kind, config.params)
+
+
+class _Threaded:
+    """An environment some of whose methods are no coroutines: these run in threads, where they may block."""
+
+    def __init__(self, kind: Callable[..., Any], prompt: Prompt, **params: Any) -> None:
+        self._environment = kind(prompt, **params)
+
+    async def start(self) -> Any:
+        return await _called(self._environment.start)
+
+    async def step(self, turn: Turn) -> Any:
+        return await _called(self._environment.step, turn)
+
+    async def close(self) -> None:
+        await _called(self._environment.close)
+
+
+async def _called(method: Callable[..., Any], *values: Any) -> Any:
+    return await (method(*values) if inspect.iscoroutinefunction(method) else in_thread(method, *values))

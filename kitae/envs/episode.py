@@ -16,6 +16,7 @@ from typing import TypeVar
 from kitae.data.chat import as_message
 from kitae.engines.base import Completion, Request, Sampled, stream_seed
 from kitae.envs.base import Environment, Observation, Opening, SingleTurn
+from kitae.envs.blocking_calls import Blocked, WatchedCall
 from kitae.envs.episode_context import (
     EpisodeContext,
     Failure,
@@ -50,6 +51,10 @@ from kitae.types import (
 T = TypeVar("T")
 
 
+class _OutOfTime(Exception):
+    """The deadline of the whole episode is over."""
+
+
 class Episode(RunningEpisode):
     """An episode of an `Environment`, by turns."""
 
@@ -74,12 +79,18 @@ class Episode(RunningEpisode):
         self._lazy_text: LazyText | None = None  # the last turn's text, if it was left in a file
         self._transcript = list(record.transcript or prompt.messages) if record else []
         self._read = len(self._transcript)  # how many of its messages the model has read, or will read next
+        self._end: float | None = None  # when the whole episode must be over, by the loop's clock
         self._copied = sum(len(s.tokens) for s in self._recorded)  # how many tokens after the prompt the journal has
 
     async def _play(self) -> None:
-        await self._start()
-        while await self._sample_turn() and await self._step():
-            pass
+        if (seconds := self._on.limits.deadline) is not None:
+            self._end = asyncio.get_running_loop().time() + seconds
+        try:
+            await self._start()
+            while await self._sample_turn() and await self._step():
+                pass
+        except _OutOfTime:
+            self._finish = "length"
 
     # The turns.
 
@@ -123,7 +134,12 @@ class Episode(RunningEpisode):
         self._turns.append(self._turn(turn.tokens))
         if not self._recorded:  # otherwise the record's transcript has it
             self._transcript.append(as_message(self._turns[-1]))
-        return ended == "stop"
+        return ended == "stop" or self._is_cut(turn)
+
+    def _is_cut(self, turn: Segment) -> bool:
+        """Whether a turn ended by its own limit, so that the episode may go on."""
+        most = self._on.limits.turn_tokens
+        return most is not None and len(turn.tokens) >= most and self._tokens_left > 0 and self._has_room(0)
 
     def _has_all_experts(self, turn: Segment) -> bool:
         """Whether a recorded turn has the experts of all its positions.
@@ -145,7 +161,7 @@ class Episode(RunningEpisode):
         stops = self._sampling.stop_strings
         if stops and any(stop in self._on.chat.decode(turn.tokens) for stop in stops):
             return "stop"
-        used_up = len(turn.tokens) >= self._tokens_left or not self._has_room(len(turn.tokens))
+        used_up = len(turn.tokens) >= self._turn_tokens or not self._has_room(len(turn.tokens))
         return "length" if used_up else None
 
     async def _generate(self, prior: Sampled, prior_experts: ExpertArray | None) -> Completion:
@@ -156,7 +172,7 @@ class Episode(RunningEpisode):
         request = Request(
             id=f"{on.label}/{self._group}/{self._index}/{number}",
             prompt_tokens=self._chain.tokens,
-            sampling=replace(self._sampling, max_tokens=self._tokens_left),
+            sampling=replace(self._sampling, max_tokens=self._turn_tokens),
             seed=stream_seed(on.seed, on.label, self._group, self._index, number),
             share=f"{on.label}/{self._group}" if not number else "",
             prior=prior,
@@ -234,6 +250,12 @@ class Episode(RunningEpisode):
         """How many tokens the model may still generate."""
         return self._sampling.max_tokens - sum(len(s.tokens) for s in self._segments if s.source == "model")
 
+    @property
+    def _turn_tokens(self) -> int:
+        """How many tokens the turn that is next may have."""
+        most = self._on.limits.turn_tokens
+        return self._tokens_left if most is None else min(most, self._tokens_left)
+
     def _has_room(self, tokens: int) -> bool:
         """Whether the context has room for a turn after this many more tokens."""
         context = self._on.limits.context
@@ -246,17 +268,20 @@ class Episode(RunningEpisode):
 
     async def _call(self, name: str, call: Callable[[], Awaitable[T]]) -> T:
         """Call the environment, with its time limit. An error fails the episode, unless it ends the whole run."""
-        if self._on.running.suspending:
-            raise Suspended
+        await self._go_on()
         seconds = self._on.limits.seconds
-        deadline = asyncio.timeout(seconds)
+        left = seconds if self._end is None else self._end - asyncio.get_running_loop().time()
+        deadline = asyncio.timeout(min(seconds, left))
         try:
             with self._on.waiting("the environment", self.id):
                 async with deadline:
                     self._deadline = deadline
-                    return await call()
+                    return await WatchedCall(self._on.note, self.id, seconds, call)
         except Failure:
             raise
+        except Blocked as block:
+            await self._go_on()
+            raise Failure(f"{name} was interrupted: {block}") from block
         except BaseException as error:
             if not is_episode_error(error):
                 raise
@@ -264,7 +289,9 @@ class Episode(RunningEpisode):
                 raise Failure(f"{name} raised {described(error)}") from error
             if self._on.running.suspending:
                 raise Suspended from None
-            raise Failure(f"{name} took longer than {seconds:g} s") from error
+            if left < seconds and self._segments:
+                raise _OutOfTime from error
+            raise Failure(f"{name} took longer than {min(seconds, self._on.limits.deadline or seconds):g} s") from error
         finally:
             self._deadline = None
 

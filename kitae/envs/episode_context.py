@@ -16,6 +16,7 @@ from kitae.data.pictures import kept
 from kitae.data.tool_arguments import function_of
 from kitae.engines.base import Engine, Sampled, SamplingParams
 from kitae.envs.base import Agent, Environment, EpisodeLimits, Observation, Opening
+from kitae.envs.blocking_calls import Blocked, WatchedCall, while_hurried
 from kitae.errors import DataError, EngineError, Interrupted, RequestError, StalledError, StoreError, root_cause
 from kitae.types import GREEDY, Chain, LazyText, Message, Prompt, Rollout, Score, Tool, ToolCall, Turn
 
@@ -71,6 +72,7 @@ class EpisodeContext:
     verifier: None if the environment gives all rewards. waiting: entered around each wait, with what is waited for and
     the id of the rollout. experts: whether the engine should return the experts that it chooses (mixture models).
     trains: whether somebody learns from the rollouts, and so must know what their tokens could have been.
+    note: is told of environments that block everything, from another thread.
     """
 
     engine: Engine
@@ -85,6 +87,7 @@ class EpisodeContext:
     running: Running = field(default_factory=Running)
     experts: bool = False
     trains: bool = False
+    note: Callable[[str], None] = lambda text: None
 
     def make(self, prompt: Prompt) -> Environment | Agent:
         """Make an environment. If that raises, the returned environment fails when it is started."""
@@ -112,9 +115,9 @@ class EpisodeContext:
         try:
             with self.waiting("the environment to close", which):
                 async with asyncio.timeout(seconds):
-                    await environment.close()
+                    await WatchedCall(self.note, which, seconds, environment.close)
         except BaseException as error:
-            if not is_episode_error(error):
+            if not isinstance(error, Blocked) and not is_episode_error(error):
                 raise
             return f"the environment could not be closed: {described(error)}"
         return ""
@@ -174,6 +177,12 @@ class RunningEpisode(ABC):
         if suspended:
             return self._suspended()
         return self._failed(failure) if failure else self._complete()
+
+    async def _go_on(self) -> None:
+        """Raise `Suspended` if the run is stopping, or is about to."""
+        await while_hurried(lambda: self._on.running.suspending)
+        if self._on.running.suspending:
+            raise Suspended
 
     def interrupt(self) -> None:
         """Stop waiting for the environment. It is called again when the episode is continued."""

@@ -330,7 +330,7 @@ class Issuing:
             # group is lost, the others go on.
             await self._journal.add_event("bad prompt", f"{prompt.id}: {problem}")
             self._observer.note(f"prompt {prompt.id} was skipped: {problem}")
-            group = Group(group_id, prompt, ())
+            group = Group(group_id, prompt, (), problem=str(problem))
         self._finished += len(group.rollouts)
         expected = self._buffer.slots * size
         self._observer.status(f"step {self._next_step}: {self._finished}/{expected} rollouts")

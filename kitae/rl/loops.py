@@ -143,6 +143,7 @@ class Pipeline:
                 episodes,
                 span=lambda part, start, end: self.timeline.add(part, self.buffer.served, start, end),
                 waiting=lambda what, which: self.watch.waits("a rollout", what, lambda: which),
+                note=observer.note,
             ),
             self.buffer,
             Curriculum(p, config.run.seed, rates),

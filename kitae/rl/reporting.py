@@ -14,7 +14,7 @@ from kitae.observe.step_report import BatchStats, Generation, Lap, Staleness, St
 from kitae.rl.buffer import SlotResult
 from kitae.rl.issue import GivenUp
 from kitae.trainer.learner import Learnt
-from kitae.types import Rollout, Runs
+from kitae.types import Group, Rollout, Runs
 
 
 def sampled(slot_results: Sequence[SlotResult]) -> BatchStats:
@@ -39,7 +39,7 @@ def sampled(slot_results: Sequence[SlotResult]) -> BatchStats:
         groups_with_signal=sum(has_variance(g.rewards_G) for g in groups),
         errors=len(failed),
         error_share=len(failed) / len(judged) if judged else 1.0,
-        first_error=_first_error(judged),
+        first_error=_first_error(judged, groups),
         components=_component_means([r.score.components for r in valid if r.score]),
         talks=_talks(rollouts),
     )
@@ -137,9 +137,10 @@ def step_report(
     )
 
 
-def _first_error(rollouts: Sequence[Rollout]) -> str:
+def _first_error(rollouts: Sequence[Rollout], groups: Sequence[Group]) -> str:
     if not rollouts:
-        return "no prompt could be sampled"
+        reasons = [f"no prompt could be sampled: {g.prompt.id}: {g.problem}" for g in groups if g.problem]
+        return reasons[0] if reasons else "no prompt could be sampled"
     return next((r.score.detail for r in rollouts if r.score and not r.score.valid), "")
 
 

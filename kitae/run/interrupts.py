@@ -6,6 +6,8 @@ import signal
 import threading
 from collections.abc import Callable
 
+from kitae.envs.blocking_calls import hurry
+
 _GRACE = 3.0  # seconds for an interrupted run to say goodbye
 _ELSEWHERE: "set[Interrupts]" = set()  # of runs in other threads than the main one, which gets the signals
 
@@ -42,9 +44,11 @@ class Interrupts:
         for number in (signal.SIGINT, signal.SIGTERM):
             try:
                 self.loop.add_signal_handler(number, self._interrupt, number)
+                signal.signal(number, lambda *_: hurry())  # beside the loop's, which hears of it at its next turn
             except (ValueError, NotImplementedError, RuntimeError):  # not the main thread
                 _ELSEWHERE.add(self)
                 break
+        hurry(False)
         if threading.get_ident() in _GIVEN_UP:
             _GIVEN_UP.discard(threading.get_ident())
             self.loop.call_soon(self.request, signal.SIGINT)
@@ -54,6 +58,7 @@ class Interrupts:
         """Stop at the next safe point, however often it is asked for."""
         if self.received is None:
             self.received = number
+            hurry()
             self._stop()
 
     def _interrupt(self, number: signal.Signals) -> None:
@@ -66,6 +71,7 @@ class Interrupts:
         self.request(number)
 
     def __exit__(self, *_: object) -> None:
+        hurry(False)
         _ELSEWHERE.discard(self)
         for number in (signal.SIGINT, signal.SIGTERM):
             try:

@@ -17,6 +17,7 @@ FLOORS = (
     ("offline", "rl", "evaluation", "primitives"),
     ("envs", "serving", "trainer", "verifiers"),
     ("engines", "algorithms", "sandbox", "clients"),
+    ("sandbox", "clients"),
     ("weights", "models"),
     ("observe", "store"),
     ("data", "kernels", "workers"),
@@ -31,6 +32,7 @@ BESIDE = {
     ("offline", "evaluation"),
     ("envs", "serving"),
     ("serving", "verifiers"),
+    ("sandbox", "clients"),
     ("weights", "models"),
     ("observe", "store"),
 }

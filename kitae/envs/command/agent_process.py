@@ -16,7 +16,7 @@ import threading
 from collections.abc import Mapping
 from typing import IO, Any
 
-from kitae.envs.command.own_network import enter_own_network, hand_over
+from kitae.sandbox.own_network import enter_own_network, hand_over
 from kitae.sandbox.seccomp import filter_fd
 from kitae.workers.die_with_parent import tie
 from kitae.workers.templates.template_main import Answer, serve

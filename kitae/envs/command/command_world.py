@@ -43,11 +43,11 @@ from kitae.clients.addresses import address_of, listen
 from kitae.data.chat import Chat
 from kitae.envs.base import Outcome
 from kitae.envs.command.other_models import NamedModel, OtherModels
-from kitae.envs.command.own_network import Doorway
-from kitae.envs.command.program_sandbox import HOME, ProgramSandbox, places, sandboxed
 from kitae.envs.config import program_variables, read_params
 from kitae.envs.episode_processes import EpisodeProcesses, EpisodeProcessLost
 from kitae.errors import ConfigError, KitaeWarning
+from kitae.sandbox.own_network import Doorway
+from kitae.sandbox.program_sandbox import HOME, ProgramSandbox, places, sandboxed
 from kitae.section import Section
 from kitae.serving.answers import AnswerRenderer
 from kitae.serving.app import chat_routes, make_app, name_routes

@@ -13,6 +13,7 @@ import asyncio
 import os
 import resource
 import shutil
+import threading
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from typing import Any
@@ -24,6 +25,7 @@ from kitae.workers.templates.template_main import Answer, serve
 _MEMORY = 2**31  # bytes
 _PAGES = 1_000  # of a list of tools
 _LONGEST = 100_000  # characters of an answer, at most
+_WORDS, _LAST_WORDS = 2_000, 0.5  # bytes of a server's stderr that are kept; seconds to read what is left of it
 _CLOSED = -32000  # the package's error code for a closed connection
 
 
@@ -40,13 +42,37 @@ def load(setup: Mapping[str, Any]) -> tuple[Mapping[str, Any], Answer]:
     command = setup["command"]
     if shutil.which(command[0]) is None:
         raise ConfigError(f"env.params.command: there is no program {command[0]!r}")
+    words = _Words()
     try:
-        tools = asyncio.run(_tools(setup))
+        tools = asyncio.run(_tools(setup, words))
     except BaseException as problem:
-        raise ConfigError(f"env.params.command: {' '.join(command)!r} is no MCP server: {_reason(problem)}") from None
+        reason = f"{_reason(problem)}{words.last()}"
+        raise ConfigError(f"env.params.command: {' '.join(command)!r} is no MCP server: {reason}") from None
     if not tools:
         raise ConfigError(f"env.params.command: {' '.join(command)!r} must have tools, got none")
     return {"tools": tools}, _Session(setup).answer
+
+
+class _Words:
+    """What a server writes to stderr, of which the end is kept."""
+
+    def __init__(self) -> None:
+        self._tail = b""
+        read, write = os.pipe()
+        self.file = os.fdopen(write, "wb", 0)
+        self._thread = threading.Thread(target=self._read, args=(read,), daemon=True)
+        self._thread.start()
+
+    def _read(self, read: int) -> None:
+        while part := os.read(read, 2**16):
+            self._tail = (self._tail + part)[-_WORDS:]
+        os.close(read)
+
+    def last(self) -> str:
+        self.file.close()  # the server, which has the other end, is gone or ending
+        self._thread.join(_LAST_WORDS)
+        words = self._tail.decode(errors="replace").strip()
+        return f"; its stderr ends with:\n{words}" if words else ""
 
 
 class _Session:
@@ -54,6 +80,7 @@ class _Session:
 
     def __init__(self, setup: Mapping[str, Any]) -> None:
         self._setup = setup
+        self._words: _Words
         self._loop: asyncio.AbstractEventLoop | None = None
         self._jobs: asyncio.Queue[tuple[Mapping[str, Any], asyncio.Future[Mapping[str, Any]]]]
 
@@ -62,6 +89,7 @@ class _Session:
             resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
             self._loop = asyncio.new_event_loop()
             self._jobs = asyncio.Queue()
+            self._words = _Words()
             self._task = self._loop.create_task(self._serve())
         return self._loop.run_until_complete(self._ask(job))
 
@@ -70,14 +98,15 @@ class _Session:
         await self._jobs.put((job, answered))
         either: set[asyncio.Future[Any]] = {answered, self._task}
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-        if answered.done():
-            return answered.result()
-        return {"problem": f"the session ended: {_reason(self._task.exception())}"}
+        if not answered.done():
+            return {"problem": f"the session ended: {_reason(self._task.exception())}{self._words.last()}"}
+        answer = answered.result()
+        return {"problem": f"{answer['problem']}{self._words.last()}"} if "problem" in answer else answer
 
     async def _serve(self) -> None:
         """Open the session and handle all requests in one task, because the same task must close what it opened."""
         async with AsyncExitStack() as stack:
-            session = await _session(stack, self._setup)
+            session = await _session(stack, self._setup, self._words)
             while True:
                 job, answered = await self._jobs.get()
                 answered.set_result(await _called(session, job))
@@ -114,12 +143,12 @@ def _text(content: list[Any]) -> str:
     return "\n".join(shown)
 
 
-async def _tools(setup: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+async def _tools(setup: Mapping[str, Any], words: _Words) -> list[Mapping[str, Any]]:
     from mcp.types import PaginatedRequestParams
 
     tools: list[Mapping[str, Any]] = []
     async with AsyncExitStack() as stack:
-        session = await _session(stack, setup)
+        session = await _session(stack, setup, words)
         cursor = None
         for _ in range(_PAGES):
             params = PaginatedRequestParams(cursor=cursor) if cursor else None
@@ -141,14 +170,14 @@ def _function(tool: Mapping[str, Any]) -> Mapping[str, Any]:
     return {"type": "function", "function": inside}
 
 
-async def _session(stack: AsyncExitStack, setup: Mapping[str, Any]) -> Any:
+async def _session(stack: AsyncExitStack, setup: Mapping[str, Any], words: _Words) -> Any:
     from mcp import ClientSession, StdioServerParameters
     from mcp.client.stdio import stdio_client
 
     program, *arguments = tethered(setup["command"])
     server = StdioServerParameters(command=program, args=arguments, env=setup["env"], cwd=setup["cwd"] or None)
-    silent = stack.enter_context(open(os.devnull, "w"))  # noqa: SIM115 - the stack closes it
-    read, write = await stack.enter_async_context(stdio_client(server, errlog=silent))
+    errors: Any = words.file
+    read, write = await stack.enter_async_context(stdio_client(server, errlog=errors))
     session = await stack.enter_async_context(ClientSession(read, write))
     await session.initialize()
     return session

@@ -9,12 +9,12 @@ from typing import Any, ClassVar, Self
 
 from pydantic import Field
 
-from kitae.envs.command.program_sandbox import HOME, ProgramSandbox, places, sandboxed
 from kitae.envs.config import program_variables, read_params
 from kitae.envs.episode_context import read_reward
 from kitae.envs.episode_processes import EpisodeProcess, EpisodeProcesses
 from kitae.envs.tools.base import ToolAnswer, ToolEpisode, ToolRefusal
 from kitae.errors import ConfigError
+from kitae.sandbox.program_sandbox import HOME, ProgramSandbox, places, sandboxed
 from kitae.section import Section
 from kitae.types import Prompt, Tool, ToolCall
 
@@ -35,6 +35,9 @@ class McpParams(Section):
     tools: tuple[str, ...] = Field((), description="Which of its tools the model may call; none: all.")
     shared: bool = Field(False, description="One server for all episodes, instead of one for each.")
     seconds: float = Field(30.0, gt=0, description="Seconds for each call; a server that takes longer is ended.")
+    calls: int | None = Field(
+        None, ge=0, description="Calls of tools in an episode, at most; further ones are refused."
+    )
     output: int = Field(2000, ge=50, description="Characters of an answer of a tool, at most; the middle is cut.")
 
 
@@ -90,7 +93,7 @@ class Mcp:
     def make(self, prompt: Prompt) -> ToolEpisode:
         server = self._common or _Server(self._processes.create(), self._params.seconds)
         tools = [_ServerTool(tool, server, closes=self._common is None) for tool in self._tools]
-        return ToolEpisode(prompt, tools, self._params.output)
+        return ToolEpisode(prompt, tools, self._params.output, calls=self._params.calls)
 
 
 class _Server:

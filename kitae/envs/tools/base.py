@@ -43,17 +43,23 @@ class ToolEpisode:
     """An `Environment` with tools, which is done when the model answers without a call.
 
     A call that cannot be parsed, or that the tool refuses, is answered by an error message that the model reads. What a
-    tool returns is cut to `output` characters, in its middle. Scoring is left to the verifier, which judges the last
-    turn; rewards that tools give for calls are added to its score. examples: shown before the prompt, after its system
-    message.
+    tool returns is cut to `output` characters, in its middle. After `calls` calls, further ones are refused. Scoring is
+    left to the verifier, which judges the last turn; rewards that tools give for calls are added to its score.
+    examples: shown before the prompt, after its system message.
     """
 
     judged = True
 
     def __init__(
-        self, prompt: Prompt, tools: Sequence[EpisodeTool], output: int, examples: tuple[Message, ...] = ()
+        self,
+        prompt: Prompt,
+        tools: Sequence[EpisodeTool],
+        output: int,
+        examples: tuple[Message, ...] = (),
+        calls: int | None = None,
     ) -> None:
         self._output = output
+        self._calls, self._called = calls, 0
         begin = next((n for n, m in enumerate(prompt.messages) if m.role not in SYSTEM), 0)
         shown = (*prompt.messages[:begin], *examples, *prompt.messages[begin:])
         self._messages = shown if examples else prompt.messages
@@ -77,7 +83,10 @@ class ToolEpisode:
         return Observation(messages, reward=sum(rewards) if rewards else None, state=state)
 
     async def _answer(self, call: ToolCall) -> ToolAnswer:
+        self._called += 1
         try:
+            if self._calls is not None and self._called > self._calls:
+                raise ToolRefusal(f"all {self._calls} calls of tools are used up; answer with what you know")
             found = await self._tools_by_name[call.name].call(call)
         except ToolRefusal as refusal:
             found = f"Error: {refusal}"

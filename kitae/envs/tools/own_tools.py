@@ -13,10 +13,10 @@ docstring is a tool. It may have `reset`, which gets the columns of the row and 
 question, and `get_reward`, which is asked when the model answers without a call; either may be `async def`.
 
 What a function raises is an error that the model reads; what it returns is text, or is written as JSON, or is a
-`ToolAnswer`, which gives the turn a reward. A function that does not wait runs in a thread, with the rights of the run.
+`ToolAnswer`, which gives the turn a reward. A function that does not wait runs in a thread, with the rights of the run;
+one that takes longer than `env.seconds` is given up there.
 """
 
-import asyncio
 import inspect
 import json
 import re
@@ -29,6 +29,7 @@ from pydantic import PydanticSchemaGenerationError, TypeAdapter
 from pydantic.errors import PydanticInvalidForJsonSchema
 
 from kitae.envs.base import Observation, Opening
+from kitae.envs.blocking_calls import in_thread
 from kitae.envs.tools.base import EpisodeTool, ToolAnswer, ToolEpisode, ToolRefusal
 from kitae.errors import ConfigError
 from kitae.plugins import load_function
@@ -85,9 +86,10 @@ class OwnEpisode(ToolEpisode):
         tools: Sequence[EpisodeTool],
         output: int,
         examples: tuple[Message, ...],
+        calls: int | None,
         instances: Sequence[Any],
     ) -> None:
-        super().__init__(prompt, tools, output, examples)
+        super().__init__(prompt, tools, output, examples, calls)
         self._instances = instances
         self.judged = not any(hasattr(instance, "get_reward") for instance in instances)
         self._columns = {"prompt": [{"role": m.role, "content": m.content} for m in prompt.messages], **prompt.context}
@@ -114,7 +116,7 @@ class OwnEpisode(ToolEpisode):
 async def _done(function: Callable[..., Any], **arguments: Any) -> Any:
     if inspect.iscoroutinefunction(function):
         return await function(**arguments)
-    return await asyncio.to_thread(function, **arguments)
+    return await in_thread(function, **arguments)
 
 
 def _taken(function: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:

@@ -49,6 +49,9 @@ class ToolsParams(Section):
         min_length=1, description="Which tools there are: python, calculator, search, or your own: file.py:function."
     )
     output: int = Field(2000, ge=50, description="Characters of an answer of a tool, at most; the middle is cut.")
+    calls: int | None = Field(
+        None, ge=0, description="Calls of tools in an episode, at most; further ones are refused."
+    )
     examples: tuple[dict[str, JsonValue], ...] = Field(
         (), description="Messages to show before each prompt, calls and their results included, as in OpenAI's API."
     )
@@ -104,9 +107,10 @@ class Tools:
                 tools += [OwnTool(getattr(instances[-1], method)) for method in methods_of(own)]
             else:
                 tools.append(self._tool(name) if own is None else OwnTool(own))
+        given = self._params
         if instances:
-            return OwnEpisode(prompt, tools, self._params.output, self._examples, instances)
-        return ToolEpisode(prompt, tools, self._params.output, self._examples)
+            return OwnEpisode(prompt, tools, given.output, self._examples, given.calls, instances)
+        return ToolEpisode(prompt, tools, given.output, self._examples, given.calls)
 
     def _tool(self, name: str) -> EpisodeTool:
         if name == "python":

@@ -51,7 +51,7 @@ def sandboxed(
     path: where its program is looked for. hidden: what stays unseen even where it lies in a folder that is shown.
     alone: without any network.
     """
-    words = [_bwrap(), "--die-with-parent", "--new-session", "--unshare-user", "--unshare-pid", "--unshare-ipc"]
+    words = [bwrap_program(), "--die-with-parent", "--new-session", "--unshare-user", "--unshare-pid", "--unshare-ipc"]
     words += ["--unshare-uts", "--unshare-cgroup-try", "--cap-drop", "ALL", *(["--unshare-net"] if alone else [])]
     user = os.geteuid() or 1000  # inside, root is nobody special
     words += ["--uid", str(user), "--gid", str(os.getegid() or user)]
@@ -83,7 +83,7 @@ def places(paths: Sequence[str]) -> list[Path]:
 
 
 @functools.cache
-def _bwrap() -> str:
+def bwrap_program() -> str:
     """The path of bubblewrap, tried once; an error if it does not work here."""
     program = shutil.which("bwrap")
     problem = "bwrap is not installed"

@@ -3,6 +3,8 @@
     taken = enter_own_network(8000)          in the process that starts the program, before it does
     hand_over(taken, "/tmp/…/door", token)   to the run, which answers there: see `Doorway`
 
+`main` does both, in a process that then becomes the program: `python -c … PORT DOOR TOKEN PROGRAM ARGUMENT…`.
+
 A socket belongs to the network in which it was made, whoever holds it. So the program's process makes a network with
 nothing in it, listens there at the address that the program will be told, and gives the listening socket to the run,
 which accepts from it like from its own. Nothing is copied on the way.
@@ -14,6 +16,7 @@ import fcntl
 import os
 import socket
 import struct
+import sys
 import tempfile
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -53,6 +56,12 @@ def hand_over(taken: socket.socket, door: str, token: str) -> None:
         socket.send_fds(line, [token.encode()], [taken.fileno()])
         line.recv(1)  # the run has it
     taken.close()
+
+
+def main() -> None:
+    port, door, token, *command = sys.argv[1:]
+    hand_over(enter_own_network(int(port)), door, token)
+    os.execvp(command[0], command)
 
 
 class Doorway:
