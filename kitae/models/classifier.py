@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 from kitae.errors import ModelError
 from kitae.models.config import ModelConfig
-from kitae.models.load import find_model, load_tokenizer, pick_dtype, prepared, ready_device
+from kitae.models.load import (
+    Load,
+    find_model,
+    load_policy,
+    load_tokenizer,
+    pick_dtype,
+    prepared,
+    ready_device,
+)
 from kitae.models.quiet import quiet_transformers, reading
 from kitae.models.written_folder import written_whole
 
@@ -59,17 +67,16 @@ def check_reward_start(config: ModelConfig) -> None:
         raise ModelError(f"a reward model to train further must have a head without a bias, got one in {folder}")
 
 
-def begin_scalar(config: ModelConfig, seed: int) -> "ScalarModel":
+def begin_scalar(config: ModelConfig, seed: int, load: Load = load_policy) -> "ScalarModel":
     """The model that training of a reward model begins with. A language model gets a head of zeros; a reward model
     keeps its own, and its scores."""
-    from kitae.models.load import load_policy
     from kitae.models.scalar import ScalarModel
 
     folder = find_model(config.path)
     assert folder is not None
     if is_classifier(folder):
         return load_scalar(config, seed)
-    policy = load_policy(config, seed)
+    policy = load(config, seed)
     classifier_class(policy.base.config, config.path)  # raises if the result could not be exported
     return ScalarModel(policy, bias=False)
 

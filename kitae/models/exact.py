@@ -38,16 +38,12 @@ def make_exact(policy: Policy) -> None:
     if policy.vision is not None and policy.vision.moves:
         raise ModelError(f"model.exact does not cover {source}: its pictures turn tokens by rows and columns")
     _refuse_unknown(model, source)
-    if len(sizes := {call.size for call in policy.attended()}) > 1:
-        raise ModelError(
-            f"model.exact does not cover {source}: heads of keys differ from layer to layer, got {sorted(sizes)}"
-        )
     kernels = training_kernels(device, dtype)
     assert kernels is not None
     for module in (*_modules(model), policy.head):
         if _is_linear(module):
             module.forward = MethodType(_linear, module)  # bound, so that a deep copy uses its own weights
-    fuse_with(ModuleKernels(kernels.modules.rms_norm, kernels.modules.swiglu), model)
+    fuse_with(ModuleKernels(kernels.modules.rms_norm, kernels.modules.swiglu), model, device)
     for module in _modules(model):
         if "forward" in vars(module):
             continue
@@ -159,6 +155,10 @@ def check(policy: Policy) -> None:
     """Raise unless a probe sequence has the same log-probs alone, in several passes, and among many copies."""
     if policy.transform != HeadTransform():
         raise ModelError(f"model.exact does not cover {policy.source}: its head scales or caps the logits")
+    if len(sizes := {call.size for call in policy.attended()}) > 1:
+        raise ModelError(
+            f"model.exact does not cover {policy.source}: heads of keys differ from layer to layer, got {sorted(sizes)}"
+        )
     kernels = training_kernels(policy.device, policy.dtype)
     assert kernels is not None
     tokens = torch.arange(sum(_PROBE) + 1, device=policy.device) * 7919 % policy.vocabulary
@@ -168,7 +168,7 @@ def check(policy: Policy) -> None:
         logits = policy.logits(policy.hidden(tokens[at], at, context))
         return kernels.row_statistics(logits, tokens[at + 1], 1.0)[0]
 
-    with torch.inference_mode():
+    with torch.no_grad():  # not inference mode: what this gathers of a sharded model is trained with later
         whole = logprobs(positions, _Growing(policy))
         growing = _Growing(policy)
         parts = torch.cat([logprobs(at, growing) for at in torch.split(positions, _PROBE)])

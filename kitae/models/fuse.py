@@ -8,6 +8,8 @@ Parameters, names and saved models do not change.
 
 import functools
 import inspect
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from types import MethodType
 from typing import Any
 
@@ -19,22 +21,28 @@ from kitae.kernels.base import GateLimits, HeadNorms, LayerKernels, ModuleKernel
 from kitae.kernels.devices import training_kernels
 from kitae.kernels.norms import NormRule
 from kitae.models.attention_seam import masked_attention
+from kitae.models.empty import is_empty, random_layers
 from kitae.models.layer_kinds import LIMITED_EXPERTS, are_plain, has_limit, is_llama_layer, is_silu, norm_of
 
 
 def fuse(model: nn.Module, device: torch.device, dtype: torch.dtype) -> int:
     """Replace what kernels of the device can compute; returns how many modules were replaced."""
     kernels = training_kernels(device, dtype)
-    return 0 if kernels is None else fuse_with(kernels.modules, model)
+    return 0 if kernels is None else fuse_with(kernels.modules, model, device)
 
 
-def fuse_with(kernels: ModuleKernels, model: nn.Module) -> int:
+def fuse_with(kernels: ModuleKernels, model: nn.Module, device: torch.device) -> int:
     """The same with these kernels. Embeddings and linear layers do not count, since they compute the same as before."""
-    for module in model.modules():
+    units = random_layers(model, device) if is_empty(model) else [model]
+    return sum(_fuse_unit(kernels, unit) for unit in units)
+
+
+def _fuse_unit(kernels: ModuleKernels, unit: nn.Module) -> int:
+    for module in unit.modules():
         _direct_embedding(module, kernels)
         _direct_linear(module, kernels)
     kinds = (_fuse_layer, _fuse_norm, _fuse_mlp, _fuse_experts, _fuse_attention)
-    return sum(any(fuse_kind(m, kernels) for fuse_kind in kinds) for m in model.modules())
+    return sum(any(fuse_kind(m, kernels) for fuse_kind in kinds) for m in unit.modules())
 
 
 def unfuse(model: nn.Module) -> None:
@@ -43,6 +51,18 @@ def unfuse(model: nn.Module) -> None:
         fused = vars(module).get("forward")
         if fused is not None and fused.__func__.__module__ == __name__ and any(module.children()):
             del module.forward
+
+
+@contextmanager
+def without_kernels(model: nn.Module) -> Iterator[None]:
+    """Modules compute as their classes define it meanwhile."""
+    with ExitStack() as after:
+        for module in model.modules():
+            fused = vars(module).get("forward")
+            if getattr(getattr(fused, "__func__", None), "__module__", "") == __name__:
+                after.callback(setattr, module, "forward", fused)
+                del module.forward
+        yield
 
 
 def _fuse_norm(module: Any, kernels: ModuleKernels) -> bool:

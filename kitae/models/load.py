@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from kitae.models.policy import Policy
 
 T = TypeVar("T")
+Load = Callable[[ModelConfig, int], "Policy"]
+"""Loads a policy; the number is the seed of adapters."""
 
 SMOLLM2 = "smollm2-135m"
 SEEING = "tiny-seeing"
@@ -352,21 +354,11 @@ def load_policy(config: ModelConfig, seed: int = 0) -> "Policy":
     with reading(repr(config.path), folder):
         tokenizer = _load_tokenizer(config, folder)
         reader = reader_of(tokenizer)
-        load = partial(
-            _kind_of(reader).from_pretrained,
-            folder,
-            dtype=pick_dtype(config.dtype, device),
-            trust_remote_code=config.trust_remote_code,
+        kind, dtype, trust = _kind_of(reader), pick_dtype(config.dtype, device), config.trust_remote_code
+        model = with_seam(
+            lambda name: kind.from_pretrained(folder, dtype=dtype, attn_implementation=name, trust_remote_code=trust),
+            sees=reader is not None,
         )
-        try:
-            model = load(attn_implementation=attention_seam.NAME if reader is None else "sdpa")
-            if reader is not None:
-                attention_seam.use_attention(model, attention_seam.NAME)
-        except KeyError as error:  # an older family, which has a table of its own of modules that attend
-            if error.args != (attention_seam.NAME,):
-                raise
-            model = load(attn_implementation="eager")
-            attention_seam.use_attention(model, attention_seam.NAME)
     model = prepared(model, config, device)
     if reader is not None and not config.train_vision:
         for parameter in towers_of(model):
@@ -391,6 +383,22 @@ def load_policy(config: ModelConfig, seed: int = 0) -> "Policy":
     return policy
 
 
+def with_seam(make: Callable[[str], Any], *, sees: bool = False) -> Any:
+    """The model that attends through Kitae's seam. make: a model with the attention of this name. sees: it has a tower
+    with an attention of its own."""
+    from kitae.models import attention_seam
+
+    if not sees:
+        try:
+            return make(attention_seam.NAME)
+        except KeyError as error:  # an older family, which has a table of its own of modules that attend
+            if error.args != (attention_seam.NAME,):
+                raise
+    model = make("sdpa" if sees else "eager")
+    attention_seam.use_attention(model, attention_seam.NAME)
+    return model
+
+
 def forked(device: str, load: Callable[[], T]) -> Callable[[], T]:
     """A function that returns the model in a worker. Call this in the template.
 
@@ -407,10 +415,6 @@ def prepared(model: Any, config: ModelConfig, device: "torch.device") -> Any:
     """The loaded modules on their device, without dropout, through compiled kernels if asked for."""
     from kitae.models.agreement import check_attention, own_states
     from kitae.models.fuse import fuse
-    from kitae.models.indexed_attention import take_all
-    from kitae.models.masks import find_windows
-    from kitae.models.older_families import adopt
-    from kitae.models.state_seam import attach
 
     if config.lora_base == "nf4":
         from kitae.models.four_bits import quantise_layers
@@ -418,11 +422,8 @@ def prepared(model: Any, config: ModelConfig, device: "torch.device") -> Any:
         quantise_layers(model, device)
     model = model.to(device).eval()
     own = own_states(model)
-    take_all(model)
-    adopt(model)
-    _disable_dropout(model)
-    known = find_windows(model, config.path)
-    attach(model)
+    disable_dropout(model)
+    known = adapt(model, config.path)
     check_attention(model, config.path, own, windows_known=known)
     if not config.plain and not config.exact and fuse(text_part(model), device, model.dtype):
         try:
@@ -432,7 +433,22 @@ def prepared(model: Any, config: ModelConfig, device: "torch.device") -> Any:
     return model
 
 
-def _disable_dropout(model: Any) -> None:
+def adapt(model: Any, source: str) -> bool:
+    """Let the modules of a model with weights attend and carry states through Kitae's seams; returns whether its masks
+    have said what each layer sees."""
+    from kitae.models.indexed_attention import take_all
+    from kitae.models.masks import find_windows
+    from kitae.models.older_families import adopt
+    from kitae.models.state_seam import attach
+
+    take_all(model)
+    adopt(model)
+    known = find_windows(model, source)
+    attach(model)
+    return known
+
+
+def disable_dropout(model: Any) -> None:
     """Disable dropout, layer dropping and router noise, which sampling lacks, so that log-probs agree."""
     for module in model.modules():
         for name, value in list(vars(module).items()):

@@ -1,6 +1,9 @@
 """The decoder of a model, and what its config says of it, whatever names and places a family has for them."""
 
+from collections.abc import Iterable
 from typing import Any
+
+from torch import nn
 
 _CONTEXT = (
     "max_position_embeddings",
@@ -20,6 +23,12 @@ def decoder_of(model: Any) -> Any:
     if found is model or found is model.get_output_embeddings():  # the name of something else in some families
         return model.model
     return found
+
+
+def layers_of(model: Any) -> Iterable[nn.Module]:
+    """The decoder's layers."""
+    count = int(model.config.get_text_config().num_hidden_layers)
+    return next(m for m in decoder_of(model).modules() if isinstance(m, nn.ModuleList) and len(m) == count)
 
 
 def setting(config: Any, name: str, default: Any = None) -> Any:

@@ -10,6 +10,7 @@ from torch.distributed import ProcessGroup
 from kitae.errors import ModelError
 from kitae.models.agreement import check_pauses, gap
 from kitae.models.attention_seam import AttentionCall, AttentionContext, SelfAttention, keywords
+from kitae.models.empty import Unfilled
 from kitae.models.logprobs import Head, HeadTransform, KeptColumns, token_logprobs
 from kitae.models.parts import context_of, decoder_of, setting
 from kitae.models.pass_context import by_thread
@@ -43,6 +44,7 @@ class Policy(torch.nn.Module):
         self.rows: int | None = None  # rows of logits that log-probs are normalised over; None: all
         self.sequence: ProcessGroup | None = None  # each holds a part of a row; None: this one holds it all
         self._place: torch.device | None = None
+        self.unfilled: Unfilled | None = None  # where its weights are, of a model that is loaded in shards
         base = model.get_base_model() if hasattr(model, "peft_config") else model
         # These are not submodules, so that each parameter has one name.
         self.__dict__.update(base=base, decoder=decoder_of(base), head=base.get_output_embeddings())
@@ -133,6 +135,10 @@ class Policy(torch.nn.Module):
         )
         return found if also is None else (*found, also(head, hidden_NH))
 
+    def within(self, function: Callable[[], None]) -> None:
+        """Call it where the parameters of a sharded policy are whole, but for those of layers."""
+        function()
+
     def logits(self, hidden_NH: Tensor) -> Tensor:
         """Logits `[N, V]` exactly as the model class computes them."""
         return self.transform(self.head(hidden_NH))
@@ -216,7 +222,7 @@ class Policy(torch.nn.Module):
         tokens = torch.arange(4, device=self.device) % self.vocabulary
         positions = torch.arange(4, device=self.device)
         context = SelfAttention(positions)
-        with torch.inference_mode():
+        with torch.no_grad():  # see `score`
             ours = self.logits(self.hidden(tokens, positions, context)).float()
             with by_thread(context):
                 theirs = self.base(**keywords(context, tokens, positions)).logits[0].float()

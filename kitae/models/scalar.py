@@ -4,6 +4,8 @@ It is a policy's decoder with another head. The head starts at zero, so the firs
 is read from the state that predicts it, before the token is known.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -28,6 +30,10 @@ class ScalarModel(torch.nn.Module):
         self.head = torch.nn.Linear(width, 1, bias=bias, device=policy.device, dtype=torch.float32)
         for parameter in self.head.parameters():
             torch.nn.init.zeros_(parameter)
+
+    def within(self, function: Callable[[], None]) -> None:
+        """Call it where the parameters of a sharded model are whole, but for those of layers."""
+        function()
 
     def forward(self, tokens_T: Tensor, positions_T: Tensor, context: AttentionContext, source_N: Tensor) -> Tensor:
         """The numbers `[N]` of the tokens that the states at `source_N` predict."""

@@ -15,6 +15,7 @@ import numpy.typing as npt
 from kitae.data.examples import Shape
 from kitae.data.rendering import Rendered
 from kitae.evaluation.held_out import digest
+from kitae.models.load import Load, load_policy
 from kitae.observe.observer import Observer
 from kitae.trainer.base import Batch, Trainer
 from kitae.trainer.objectives import Objective
@@ -50,7 +51,7 @@ class Method(Protocol):
 
     shape: Shape
 
-    def make_objective(self) -> Objective:
+    def make_objective(self, load: Load = load_policy) -> Objective:
         """Load its model, and say what it is trained for: on whichever rank that is."""
 
     async def prepare(

@@ -10,7 +10,7 @@ import torch
 from kitae.algorithms.preferences import PREFERENCE_LOSSES, PairBatch
 from kitae.config.root import DPOConfig
 from kitae.data.examples import Shape
-from kitae.models.load import load_policy
+from kitae.models.load import Load, load_policy
 from kitae.observe.observer import Observer
 from kitae.offline.base import Item, better, pair_of
 from kitae.offline.reference_logprobs import COLUMN, ReferenceLogProbs
@@ -31,8 +31,8 @@ class DPO:
         self._settings = self._loss.settings(config.method.settings)
         self._reference: ReferenceLogProbs | None = None
 
-    def make_objective(self) -> Objective:
-        config, policy = self._config, load_policy(self._config.model, self._config.run.seed)
+    def make_objective(self, load: Load = load_policy) -> Objective:
+        config, policy = self._config, load(self._config.model, self._config.run.seed)
         return Preference(policy, config.training, self._loss, self._settings, sft_coef=config.method.sft_coef)
 
     async def prepare(

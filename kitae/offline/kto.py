@@ -9,7 +9,7 @@ import numpy as np
 from kitae.config.root import KTOConfig
 from kitae.data.examples import Shape
 from kitae.data.rendering import Rendered
-from kitae.models.load import load_policy
+from kitae.models.load import Load, load_policy
 from kitae.observe.observer import Observer
 from kitae.offline.base import Item, better, sample_of
 from kitae.offline.reference_logprobs import COLUMN, ReferenceLogProbs
@@ -33,8 +33,8 @@ class KTO:
         self._limit = config.data.max_tokens
         self._reference: ReferenceLogProbs
 
-    def make_objective(self) -> Objective:
-        m, policy = self._config.method, load_policy(self._config.model, self._config.run.seed)
+    def make_objective(self, load: Load = load_policy) -> Objective:
+        m, policy = self._config.method, load(self._config.model, self._config.run.seed)
         return Rated(policy, self._config.training, beta=m.beta, desirable=m.desirable, undesirable=m.undesirable)
 
     async def prepare(

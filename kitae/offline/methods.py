@@ -56,7 +56,8 @@ def main(setup: dict[str, Any], stream: socket.socket) -> None:
 
 
 def _make(config: Root, mesh: "Mesh") -> "Worker":
+    from kitae.models.load_in_shards import empty_policy
     from kitae.trainer.build_worker import spread_worker
 
     assert isinstance(config, StageConfig)
-    return spread_worker(make_method(config).make_objective(), config.training, mesh)
+    return spread_worker(make_method(config).make_objective(empty_policy), config.training, mesh)

@@ -10,6 +10,7 @@ from kitae.config.root import RewardConfig
 from kitae.data.examples import Example, Shape
 from kitae.errors import DataError
 from kitae.models.classifier import begin_scalar
+from kitae.models.load import Load, load_policy
 from kitae.models.scorer import scored
 from kitae.observe.observer import Observer
 from kitae.offline.base import Item, better, pair_of
@@ -28,8 +29,8 @@ class RewardModelling:
         self._config = config
         self._margin_coef = config.method.margin_coef
 
-    def make_objective(self) -> Objective:
-        model = begin_scalar(self._config.model, self._config.run.seed)
+    def make_objective(self, load: Load = load_policy) -> Objective:
+        model = begin_scalar(self._config.model, self._config.run.seed, load)
         return ScoredPairs(model, centring=self._config.method.centring)
 
     async def prepare(

@@ -9,7 +9,7 @@ import numpy as np
 
 from kitae.config.root import DistilFileConfig, SFTConfig
 from kitae.data.examples import Shape
-from kitae.models.load import load_policy
+from kitae.models.load import Load, load_policy
 from kitae.observe.observer import Observer
 from kitae.offline.base import Item, sample_of
 from kitae.trainer.base import Batch, Column, Trainer
@@ -48,8 +48,8 @@ class SFT(Demonstrations):
     def __init__(self, config: SFTConfig) -> None:
         self._config = config
 
-    def make_objective(self) -> Objective:
-        config, policy = self._config, load_policy(self._config.model, self._config.run.seed)
+    def make_objective(self, load: Load = load_policy) -> Objective:
+        config, policy = self._config, load(self._config.model, self._config.run.seed)
         dft = config.method.loss == "dft"
         return Likelihood(policy, config.training, temperature=1.0, by_probability=dft)
 
@@ -60,10 +60,10 @@ class FileDistillation(Demonstrations):
     def __init__(self, config: DistilFileConfig) -> None:
         self._config = config
 
-    def make_objective(self) -> Objective:
+    def make_objective(self, load: Load = load_policy) -> Objective:
         config = self._config
         method, training = config.method, config.training
-        policy = load_policy(config.model, config.run.seed)
+        policy = load(config.model, config.run.seed)
         teacher = load_teacher(config.model, method.teacher.path, policy, training, temperature=1.0)
         apart = TeacherDivergence(teacher, training, beta=method.beta, temperature=method.temperature)
         return Distilled(policy, training, apart)

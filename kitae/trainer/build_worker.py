@@ -7,7 +7,8 @@ from kitae.algorithms.group_stages import GroupStages
 from kitae.algorithms.loss import PolicyLoss
 from kitae.config.root import DistilConfig, RLConfig
 from kitae.models.config import WHOLE
-from kitae.models.load import load_policy
+from kitae.models.load import Load, load_policy
+from kitae.models.load_in_shards import empty_policy
 from kitae.models.policy import Policy
 from kitae.models.router_terms import RouterCoefficients
 from kitae.models.routing import check_routers
@@ -27,19 +28,19 @@ from kitae.trainer.training_worker import Worker
 
 def sharded_worker(config: RLConfig, mesh: Mesh) -> Worker:
     """The worker of one rank of a distributed trainer: every model is sharded before anything is built on it."""
-    policy, critic = load_policy(config.model, config.run.seed), make_critic(config)
+    policy, critic = empty_policy(config.model, config.run.seed), make_critic(config, empty_policy)
     shard(policy, mesh)
     if critic is not None:
         shard(critic, mesh)
     return learning_worker(config, policy, critic, None, mesh.ranks)
 
 
-def make_critic(config: RLConfig) -> ScalarModel | None:
+def make_critic(config: RLConfig, load: Load = load_policy) -> ScalarModel | None:
     """A critic, if the algorithm reads values."""
     if not GroupStages(config.algorithm, config.sampling.max_tokens).wants_values:
         return None
     plain = config.model.model_copy(update={**WHOLE, "exact": False})
-    return ScalarModel(load_policy(plain, config.run.seed))
+    return ScalarModel(load(plain, config.run.seed))
 
 
 def learning_worker(

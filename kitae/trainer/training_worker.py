@@ -26,7 +26,6 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load as read
 from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from kitae.data.packing import Row
 from kitae.engines.proof import UNIFORM
@@ -34,6 +33,7 @@ from kitae.errors import StoreError
 from kitae.models.classifier import export_scalar
 from kitae.models.policy import Policy
 from kitae.models.scalar import ScalarModel
+from kitae.models.shard_reader import place_of
 from kitae.models.written_folder import export_policy
 from kitae.observe.meter import Kind, Totals
 from kitae.trainer.base import Column, Conditions, Role
@@ -238,7 +238,7 @@ def _load_file(file: Path, blank: Blank) -> dict[str, Tensor]:
         state = _blank(file, {*saved.keys()}, blank)
         for name, tensor in state.items():
             if isinstance(tensor, DTensor):
-                tensor.to_local().copy_(saved.get_slice(name)[_place(tensor)])
+                tensor.to_local().copy_(saved.get_slice(name)[place_of(tensor)])
             else:
                 tensor.copy_(saved.get_tensor(name))
     return state
@@ -252,9 +252,3 @@ def _blank(source: Path, names: Set[str], blank: Blank) -> dict[str, Tensor]:
             f"others"
         )
     return state
-
-
-def _place(tensor: DTensor) -> tuple[slice, ...]:
-    """Where this rank's part lies in the whole tensor."""
-    sizes, starts = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))

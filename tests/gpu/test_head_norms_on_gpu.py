@@ -186,7 +186,7 @@ def test_a_model_learns_the_same(tied: bool, settings: dict[str, Any], tmp_path:
             if name.endswith(("q_norm.weight", "k_norm.weight")):
                 p.data = torch.linspace(-1.5, 1.5, len(p), device=DEVICE)
         if fused:
-            fuse_with(training.KERNELS.modules, made.model)
+            fuse_with(training.KERNELS.modules, made.model, made.device)
             assert all("forward" in vars(layer) for layer in made.decoder.layers)  # type: ignore[attr-defined]
         return made
 

@@ -12,7 +12,7 @@ local parts, with a sum over ranks after the rows, and in the backward pass befo
 """
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from types import MethodType
 from typing import Any
 
@@ -33,6 +33,8 @@ from torch.nn.functional import linear
 
 from kitae.errors import ConfigError
 from kitae.models.fuse import unfuse
+from kitae.models.load_in_shards import fill_policy
+from kitae.models.parts import layers_of
 from kitae.models.policy import Policy
 from kitae.models.scalar import ScalarModel
 from kitae.trainer.parallel.collectives import sum_gradient, sum_parts
@@ -42,7 +44,8 @@ _DISPATCH = "ep_dispatch_experts"  # the style that sends tokens to experts, so 
 
 
 def shard(model: Policy | ScalarModel, mesh: Mesh) -> None:
-    """Shard a model, before anything is built on it (worker, optimizer). All ranks must have the same weights."""
+    """Shard a model, before anything is built on it (worker, optimizer). All ranks must have the same weights, or
+    none: then each reads its own."""
     policy = model if isinstance(model, Policy) else model.policy
     parallel = mesh.parallel
     parallel.check(policy)
@@ -53,19 +56,16 @@ def shard(model: Policy | ScalarModel, mesh: Mesh) -> None:
         for experts in split_experts(policy, mesh.experts, mesh.tensor):
             _fully_shard(experts, mesh.expert_shards, mesh)
     own = [] if model is policy else [model.head]  # of another dtype than the decoder
-    for module in (*layers_of(policy), *own, model):
+    for module in (*layers_of(policy.base), *own, model):
         _fully_shard(module, mesh.shards, mesh)
+    register_fsdp_forward_method(model, "within")
     if isinstance(model, Policy):
         register_fsdp_forward_method(model, "score")
     else:
         policy.head.to("meta")  # nothing computes with it, and it would be whole on every rank
     policy.spread(mesh.device, parallel.tensor, mesh.sequence)
-
-
-def layers_of(policy: Policy) -> Iterable[nn.Module]:
-    """The decoder's layers, each of which is gathered on its own."""
-    decoder: Any = policy.decoder
-    return next(m for m in decoder.modules() if isinstance(m, nn.ModuleList) and len(m) == policy.layers)
+    if policy.unfilled is not None:
+        fill_policy(policy, model.within, host=parallel.offload == "all", scalar=model is not policy)
 
 
 def _fully_shard(module: nn.Module, over: DeviceMesh, mesh: Mesh) -> None:

@@ -223,4 +223,4 @@ def test_exact_mode_has_none_of_it(tiny_policy: TinyPolicy) -> None:
     module = make_experts("qwen3_moe")
     kernels = training_kernels(CPU, torch.float32)
     assert kernels is not None
-    assert fuse_with(ModuleKernels(kernels.modules.rms_norm, kernels.modules.swiglu), module) == 0
+    assert fuse_with(ModuleKernels(kernels.modules.rms_norm, kernels.modules.swiglu), module, torch.device("cpu")) == 0

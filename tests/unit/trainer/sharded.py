@@ -18,6 +18,7 @@ from trainer_workers import make_worker, weighted
 from kitae.data.packing import Row, lay_out, pack
 from kitae.models.config import ModelConfig
 from kitae.models.load import load_policy
+from kitae.models.load_in_shards import empty_policy
 from kitae.models.scalar import ScalarModel
 from kitae.models.whole import gathered
 from kitae.observe.meter import Totals
@@ -90,8 +91,9 @@ class Crew:
     def of(cls, folder: str, case: Case) -> "Crew":
         algorithm = algorithm_of(case.choices)
         settings = ModelConfig.model_validate({"path": folder, "dtype": "float32", "device": "cpu", **case.model})
-        policy = load_policy(settings)
-        critic = ScalarModel(load_policy(settings)) if algorithm.advantage.name == "gae" else None
+        load = load_policy if case.parallel is None else empty_policy
+        policy = load(settings)
+        critic = ScalarModel(load(settings)) if algorithm.advantage.name == "gae" else None
         mesh = None if case.parallel is None else Mesh(case.parallel, policy.device)
         if mesh is not None:
             shard(policy, mesh)
