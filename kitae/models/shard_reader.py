@@ -16,18 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from kitae.errors import ModelError
-from kitae.models.stored_tensors import Place, StoredTensor, stored_tensors
-
-
-def place_of(tensor: Tensor) -> Place:
-    """Where this rank's part lies in the whole tensor."""
-    if not isinstance(tensor, DTensor):
-        return tuple(slice(0, size) for size in tensor.shape)
-    sizes, starts = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
+from kitae.models.stored_tensors import StoredTensor, stored_tensors
+from kitae.models.whole import Place, place_of
 
 
 @dataclass(slots=True)

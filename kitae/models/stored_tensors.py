@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from kitae.errors import ModelError
-
-Place = tuple[slice, ...]
+from kitae.models.whole import Place
 
 _INDEX, _FILE = "model.safetensors.index.json", "model.safetensors"
 _AT_ONCE = 2**26  # bytes of whole rows of which columns are kept

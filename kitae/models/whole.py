@@ -1,11 +1,22 @@
-"""Whole tensors from sharded ones, one at a time, so that no rank ever holds a whole model."""
+"""Where a shard lies in its tensor; whole tensors from sharded ones, one at a time, so that no rank holds a model."""
 
-from collections.abc import Iterable
 from typing import cast
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+Place = tuple[slice, ...]
+"""A block of a tensor: what it has of each dimension."""
+
+
+def place_of(tensor: Tensor) -> Place:
+    """Where this rank's part lies in the whole tensor."""
+    if not isinstance(tensor, DTensor):
+        return tuple(slice(0, size) for size in tensor.shape)
+    sizes, starts = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -16,12 +27,6 @@ def whole(tensor: Tensor) -> Tensor:
     # The shards may be on the host.
     found: Tensor = cast(DTensor, tensor.to(tensor.device_mesh.device_type)).full_tensor()
     return found
-
-
-def walk(tensors: Iterable[Tensor]) -> None:
-    """Take part in gathering these tensors, in this order, for the rank that needs them."""
-    for tensor in tensors:
-        whole(tensor)
 
 
 def is_writer() -> bool:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,8 @@ class Ranks(Protocol):
 
     def every(self, flag: bool) -> bool: ...
     def together(self, totals: Totals) -> Totals: ...
+    def everyone(self, own: Any) -> list[Any]:
+        """What each rank gives."""
 
 
 class Alone:
@@ -42,6 +44,9 @@ class Alone:
 
     def together(self, totals: Totals) -> Totals:
         return totals
+
+    def everyone(self, own: Any) -> list[Any]:
+        return [own]
 
 
 class Distributed:
@@ -84,13 +89,15 @@ class Distributed:
         return int(count.item()) == self.size
 
     def together(self, totals: Totals) -> Totals:
-        found: list[Totals | None] = [None] * self.size
-        dist.all_gather_object(found, totals, group=self._control)
         merged = Totals()
-        for rank, each in enumerate(found):
-            assert each is not None
+        for rank, each in enumerate(self.everyone(totals)):
             merged += each if rank % self._peers == 0 else each.only(Kind.MAX)
         return merged
+
+    def everyone(self, own: Any) -> list[Any]:
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, own, group=self._control)
+        return found
 
 
 def local(tensor: Tensor) -> Tensor:

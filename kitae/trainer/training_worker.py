@@ -33,7 +33,7 @@ from kitae.errors import StoreError
 from kitae.models.classifier import export_scalar
 from kitae.models.policy import Policy
 from kitae.models.scalar import ScalarModel
-from kitae.models.shard_reader import place_of
+from kitae.models.whole import place_of
 from kitae.models.written_folder import export_policy
 from kitae.observe.meter import Kind, Totals
 from kitae.trainer.base import Column, Conditions, Role

@@ -74,6 +74,8 @@ class Manifest:
     buckets: of the image. parts: of the delta, which has buckets of its own, with checksums of all their bytes. bytes:
     what a receiver reads, of the delta where there is one. seconds: what publishing took.
     unchanged: share of values with the same bits as in the version before; None where nothing was compared.
+    shards: of a version that several publishers have, what each of them has. Then there are no entries, parts or delta
+    beside them, and buckets are those of all.
     """
 
     version: int
@@ -85,6 +87,7 @@ class Manifest:
     bytes: int = 0
     seconds: float = 0.0
     unchanged: float | None = None
+    shards: tuple["Manifest", ...] = ()
 
     @property
     def mode(self) -> Mode:
@@ -99,7 +102,9 @@ class Manifest:
         entries = tuple(Entry(**{**entry, "shape": tuple(entry["shape"])}) for entry in record["entries"])
         buckets, delta = (tuple(Bucket(**bucket) for bucket in record[name]) for name in ("buckets", "delta"))
         parts = tuple(DeltaPart(**part) for part in record["parts"])
-        return cls(**{**record, "entries": entries, "buckets": buckets, "parts": parts, "delta": delta})
+        shards = tuple(cls.of(shard) for shard in record["shards"])
+        lists = {"entries": entries, "buckets": buckets, "parts": parts, "delta": delta, "shards": shards}
+        return cls(**{**record, **lists})
 
     def check(self, parameters: Mapping[str, Tensor]) -> None:
         """Raise `EngineError` unless every tensor is one of the parameters, with its dtype and shape."""
@@ -138,9 +143,8 @@ def dtype_name(tensor: Tensor) -> str:
 class Publisher(Protocol):
     """The trainer's side. `publish` may take seconds: it is for a thread.
 
-    `publish` reads the tensors until it returns; shards are made whole one tensor at a time. Every version must have
-    the same tensors: a receiver that starts later gets the newest image alone. `in_full`: without a delta, the whole
-    image written anew.
+    `publish` reads the tensors until it returns. Every version must have the same tensors: a receiver that starts later
+    gets the newest image alone. `in_full`: without a delta, the whole image written anew.
     """
 
     @property

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from kitae.errors import EngineError
-from kitae.models.whole import whole
 from kitae.weights.base import Bucket, Entry, Manifest, Mode
 from kitae.weights.delta import Encoder, changed_positions
 from kitae.weights.layout import LIMIT, Checksum, bits, copy, integers, lay_out, pieces, raw
@@ -48,8 +47,7 @@ class BucketPublisher:
     did. On one machine "full" is faster: copying everything costs less than looking for what changed. A delta is for
     memory or a wire that must carry fewer bytes. limit: bytes of a bucket.
 
-    A tensor is made whole, written and let go before the next one. The image is in the bucket store, which is never the
-    memory of the trainer's device unless the transport says so.
+    The image is in the bucket store, which is never the memory of the trainer's device unless the transport says so.
     """
 
     def __init__(
@@ -97,7 +95,7 @@ class BucketPublisher:
         most = None if base is None else int(self.dense * values)
         work = _Snapshot(self.bucket_store, self._sizes, most, self._limit)
         for entry in self._entries:
-            work.add(entry, whole(tensors[entry.name]).to(self.bucket_store.device).contiguous())
+            work.add(entry, tensors[entry.name].detach().to(self.bucket_store.device).contiguous())
         buckets = work.finish()
         complete = Manifest(version, None, self._entries, buckets, bytes=sum(entry.nbytes for entry in self._entries))
         if base is None or not work.compares:

@@ -6,6 +6,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from kitae.errors import EngineError
+from kitae.weights import from_shards
 from kitae.weights.base import Address, Manifest, Mode, Publisher, Receiver
 from kitae.weights.broadcast import BroadcastPublisher, BroadcastReceiver
 from kitae.weights.file_transport import FilePublisher, FileReceiver
@@ -48,6 +49,7 @@ RECEIVERS: dict[str, Callable[[Address, Mapping[str, Tensor]], Receiver]] = {
     "broadcast": BroadcastReceiver.at,
     "file": FileReceiver.at,
     "http": HttpReceiver.at,
+    from_shards.KIND: lambda address, parameters: from_shards.ShardReceiver.at(address, parameters, make_receiver),
 }
 
 

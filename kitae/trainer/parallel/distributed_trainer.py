@@ -25,6 +25,7 @@ from kitae.trainer.forward import split_rows, token_budget
 from kitae.trainer.sample_wire import samples_to_wire, totals_of_wire
 from kitae.types import Sample, SampleKey
 from kitae.weights.base import Address, Manifest, Mode
+from kitae.weights.from_shards import address_of, merged
 from kitae.weights.process_group import host_store
 from kitae.weights.published_version import ReadWriteLock, WeightStore
 from kitae.workers.base import Cluster, LaunchSpec
@@ -143,9 +144,8 @@ class RankedTrainer:
         await self._first("finish_step", step=step)
 
     async def open_weight_store(self, transport: str, mode: Mode, settings: Mapping[str, Any]) -> WeightStore:
-        reply = await self._first("open_weight_store", transport=transport, mode=mode, settings=dict(settings))
-        found = reply.header["address"]
-        self._weight_store = RankWeightStore(Address(found["kind"], found["settings"]))
+        replies = await self._every("open_weight_store", transport=transport, mode=mode, settings=dict(settings))
+        self._weight_store = RankWeightStore(address_of([reply.header for reply in replies]))
         return self._weight_store
 
     async def publish(self, version: int, *, in_full: bool = False) -> Manifest | None:
@@ -153,8 +153,8 @@ class RankedTrainer:
         if weight_store is None:
             return None
         async with weight_store.change():
-            reply = await self._first("publish", version=version, in_full=in_full)
-            weight_store.manifest = Manifest.of(reply.header["manifest"])
+            replies = await self._every("publish", version=version, in_full=in_full)
+            weight_store.manifest = merged([Manifest.of(reply.header["manifest"]) for reply in replies])
         return weight_store.manifest
 
     async def probe(self) -> tuple[float, ...]:
@@ -209,7 +209,10 @@ class RankedTrainer:
 
     async def _first(self, op: str, **fields: Any) -> Frame:
         """The answer of the first rank, when all have answered."""
-        return (await self._all(op, [(fields, {})] * len(self._ranks)))[0]
+        return (await self._every(op, **fields))[0]
+
+    async def _every(self, op: str, **fields: Any) -> list[Frame]:
+        return await self._all(op, [(fields, {})] * len(self._ranks))
 
     async def _all(self, op: str, calls: Sequence[tuple[Mapping[str, Any], Mapping[str, Array]]]) -> list[Frame]:
         """Ask all ranks, one question at a time. Where one fails, the others wait for it in vain: all are ended."""
@@ -243,8 +246,8 @@ class RankedTrainer:
 
 
 class RankWeightStore:
-    """Implements `kitae.weights.published_version.WeightStore` for a publisher on a rank. manifest: that of the version
-    that it published last.
+    """Implements `kitae.weights.published_version.WeightStore` for publishers on ranks. manifest: that of the version
+    that they published last.
     """
 
     def __init__(self, address: Address) -> None:

@@ -7,7 +7,7 @@ waiting for it: the driver ends them all.
 
 import asyncio
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -21,6 +21,7 @@ from kitae.workers.serve import Call, Reply, Send, Served, serve
 if TYPE_CHECKING:
     from kitae.config.root import Root
     from kitae.data.packing import Row
+    from kitae.models.whole import Place
     from kitae.trainer.parallel.mesh import Mesh
     from kitae.trainer.training_worker import Worker
     from kitae.weights.transports import OwnPublisher
@@ -88,6 +89,7 @@ class Rank(Served):
         self.number = number
         self._host = host
         self._publisher: OwnPublisher | None = None
+        self._blocks: Mapping[str, Place] = {}  # that it publishes
         self._saving: Callable[[], None] = lambda: None
         self._threads = torch.get_num_threads()  # a thread begins with as many as there are cores
         policy = worker.policy
@@ -148,27 +150,29 @@ class Rank(Served):
         return {}, {}
 
     def _open_weight_store(self, header: Header, arrays: Arrays) -> Reply:
+        """Each rank publishes what it holds: a publisher on every rank."""
         from dataclasses import asdict
 
+        from kitae.weights.from_shards import own_blocks, told
         from kitae.weights.transports import make_publisher
 
-        if self.number:
-            return {}, {}
         settings = header["settings"]
         if self._host and "host" in settings:
             settings["host"] = self._host
+        if settings.get("folder"):
+            settings["folder"] = str(Path(settings["folder"]) / f"rank-{self.number}")
         self._publisher = make_publisher(header["transport"], header["mode"], **settings)
-        return {"address": asdict(self._publisher.address)}, {}
+        weights = self.worker.weights()
+        self._blocks = own_blocks(weights, self.worker.ranks)
+        return {"address": asdict(self._publisher.address), "blocks": told(self._blocks, weights)}, {}
 
     def _publish(self, header: Header, arrays: Arrays) -> Reply:
-        """The first rank publishes; the others give their shards, in the same order."""
-        from kitae.models.whole import walk
+        from kitae.trainer.collective_ops import local
 
+        assert self._publisher is not None
         weights = self.worker.weights()
-        if self._publisher is None:
-            walk(weights.values())
-            return {}, {}
-        manifest = self._publisher.publish(header["version"], weights, in_full=header["in_full"])
+        blocks = {name: local(weights[name]) for name in self._blocks}
+        manifest = self._publisher.publish(header["version"], blocks, in_full=header["in_full"])
         return {"manifest": manifest.record()}, {}
 
     def _probe(self, header: Header, arrays: Arrays) -> Reply:
