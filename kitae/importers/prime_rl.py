@@ -5,6 +5,8 @@ What is not given is prime-rl's default: batches of 128 rollouts, reward minus t
 and run in the interpreter that has them.
 """
 
+import importlib.util
+import sys
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -89,6 +91,7 @@ def read(source: str, overrides: Sequence[str], beside: Path) -> Translation:
 
 
 def translate(given: Mapping[str, Any]) -> Translation:
+    given = {_now(key): value for key, value in given.items()}
     idle = {key: Nothing(_WHERE) for key in given if key not in RULES and key.startswith(_IDLE)}
     t = Translation("prime-rl", {**RULES, **idle}, given)
     t.simple()
@@ -102,8 +105,18 @@ def translate(given: Mapping[str, Any]) -> Translation:
     _algorithm(t)
     _loss(t)
     if any(key.startswith(("wandb", "monitors.wandb")) for key in given):
-        t.set("observe.trackers", ["wandb"], of=next(k for k in given if k.startswith(("wandb", "monitors.wandb"))))
+        of = next(k for k in given if k.startswith(("wandb", "monitors.wandb")))
+        if importlib.util.find_spec("wandb"):
+            t.set("observe.trackers", ["wandb"], of=of)
+        else:
+            t.near(of, "wandb is not installed here: with it, set observe.trackers = ['wandb']")
     return t
+
+
+def _now(key: str) -> str:
+    """What older examples call otherwise."""
+    sampling = f"{_O}.sampling."
+    return key.replace(sampling, f"{_O}.train.sampling.") if key.startswith(sampling) else key
 
 
 def _batches(t: Translation) -> None:
@@ -143,8 +156,10 @@ def _environment(t: Translation) -> None:
     t.set("data.task", "episodes", of=of)
     t.set("env.name", "verifiers", of=of)
     t.set("env.params.environment", name.rpartition("/")[2], of=of)
-    t.set("env.params.python", ".venv/bin/python", of=of)
-    t.note("env.params.python must be the interpreter that has verifiers and the environment.")
+    here = sys.executable if importlib.util.find_spec("verifiers") else ".venv/bin/python"
+    t.set("env.params.python", here, of=of)
+    if not Path(here).exists():
+        t.note("env.params.python must be the interpreter that has verifiers and the environment.")
     taken = ("taskset.", "args.")
     args = {k.removeprefix(p): v for p in taken for k, v in inside.items() if k.startswith(p) and k != "taskset.id"}
     if args:

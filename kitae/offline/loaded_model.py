@@ -2,9 +2,8 @@
 
 import asyncio
 import math
-import threading
-from collections.abc import Coroutine, Mapping, Sequence
-from typing import Any, Self, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
 
 from kitae.data.chat import Chat
 from kitae.data.messages import read_messages
@@ -14,12 +13,12 @@ from kitae.engines.native.engine import NativeEngine
 from kitae.envs.asking import Nobody, ask
 from kitae.envs.base import EpisodeLimits, SingleTurn
 from kitae.envs.rollouts import Episodes
-from kitae.errors import ConfigError, EngineError
+from kitae.errors import ConfigError
+from kitae.loop_thread import LoopThread
 from kitae.models.config import ModelConfig
 from kitae.models.load import check_model, load_policy
 from kitae.types import Group, Message, Prompt
 
-T = TypeVar("T")
 Asked = str | Sequence[Mapping[str, Any]]
 """A question as text, or chat messages: `[{"role": "user", "content": "Reverse 1, 2, 3"}]`."""
 
@@ -37,10 +36,8 @@ class LoadedModel:
         self.path = config.path
         self._chat = Chat(self.policy.tokenizer, self.policy.base.generation_config)
         self._turn = asyncio.Lock()  # of threads that ask together: what they ask has the same ids
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="kitae-model", daemon=True)
-        self._thread.start()
-        self._engine: NativeEngine = self._wait(self._start(engine))
+        self._thread = LoopThread("kitae-model")
+        self._engine: NativeEngine = self._thread.wait(self._start(engine))
 
     def generate(
         self,
@@ -66,7 +63,7 @@ class LoadedModel:
             raise ConfigError(f"n must be at least 1, got {n}")
         check_sampling(params)
         asked = [Prompt(f"prompt/{i}", as_messages(p), None) for i, p in enumerate(prompts)]
-        return self._wait(self._sample(asked, n, params, seed))
+        return self._thread.wait(self._sample(asked, n, params, seed))
 
     async def _start(self, config: EngineConfig) -> NativeEngine:
         return NativeEngine(self.policy, config)
@@ -77,18 +74,10 @@ class LoadedModel:
         async with self._turn:
             return await ask(episodes, prompts, n, params, seed)
 
-    def _wait(self, work: Coroutine[Any, Any, T]) -> T:
-        if self._loop.is_closed():
-            work.close()
-            raise EngineError(f"the model {self.path} is closed: load it again")
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
-
     def close(self) -> None:
-        if self._thread.is_alive():
-            self._wait(self._engine.close())
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
-            self._loop.close()
+        if self._thread.is_open:
+            self._thread.wait(self._engine.close())
+            self._thread.stop()
 
     def __enter__(self) -> Self:
         return self

@@ -10,14 +10,13 @@ Calls may come from several threads: what they ask for at the same time is compu
 """
 
 import asyncio
-import threading
 from collections.abc import Coroutine, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Self, TypedDict, TypeVar, Unpack
 
 from kitae.engines.base import SamplingParams
 from kitae.engines.config import EngineConfig
+from kitae.loop_thread import LoopThread
 from kitae.models.config import ModelConfig
 from kitae.primitives.core import Core, SampledAnswer, Snapshot
 from kitae.primitives.datum import Datum
@@ -27,52 +26,46 @@ from kitae.primitives.trained_model import AdamParams, TrainedModel
 T = TypeVar("T")
 
 
+class Sampling(TypedDict, total=False):
+    """How answers are sampled: n to a prompt. stop_tokens: None: those that end a turn of this model."""
+
+    max_tokens: int
+    n: int
+    temperature: float
+    top_p: float
+    top_k: int
+    stop: Sequence[str]
+    stop_tokens: Sequence[int] | None
+    seed: int | None
+
+
+_SAMPLING = Sampling(max_tokens=64, n=1, temperature=1.0, top_p=1.0, top_k=0, stop=(), stop_tokens=None, seed=None)
+
+
 class Sampler:
     """A snapshot to sample from; later updates of the model do not change it."""
 
     def __init__(self, service: "Workbench", snapshot: Snapshot) -> None:
         self._service, self._snapshot = service, snapshot
 
-    def sample(
-        self,
-        prompt: Sequence[int],
-        *,
-        max_tokens: int = 64,
-        n: int = 1,
-        temperature: float = 1.0,
-        top_p: float = 1.0,
-        top_k: int = 0,
-        stop: Sequence[str] = (),
-        stop_tokens: Sequence[int] | None = None,
-        seed: int | None = None,
-    ) -> list[SampledAnswer]:
-        """n answers to the tokens of a prompt. stop_tokens: None: those that end a turn of this model."""
-        return self.sample_many(
-            [prompt], max_tokens=max_tokens, n=n, temperature=temperature, top_p=top_p, top_k=top_k, stop=stop,
-            stop_tokens=stop_tokens, seed=seed,
-        )[0]  # fmt: skip
+    def sample(self, prompt: Sequence[int], **settings: Unpack[Sampling]) -> list[SampledAnswer]:
+        """Answers to the tokens of a prompt."""
+        return self.sample_many([prompt], **settings)[0]
 
-    def sample_many(
-        self,
-        prompts: Sequence[Sequence[int]],
-        *,
-        max_tokens: int = 64,
-        n: int = 1,
-        temperature: float = 1.0,
-        top_p: float = 1.0,
-        top_k: int = 0,
-        stop: Sequence[str] = (),
-        stop_tokens: Sequence[int] | None = None,
-        seed: int | None = None,
-    ) -> list[list[SampledAnswer]]:
-        """n answers to each prompt, all decoded together."""
-        core = self._service.core
-        ends = core.stop_tokens() if stop_tokens is None else tuple(stop_tokens)
-        params = SamplingParams(temperature, max_tokens, top_p, top_k, stop_tokens=ends, stop_strings=tuple(stop))
+    def sample_many(self, prompts: Sequence[Sequence[int]], **settings: Unpack[Sampling]) -> list[list[SampledAnswer]]:
+        """Answers to each prompt, all decoded together."""
+        s, core = _SAMPLING | settings, self._service.core
+        if unknown := settings.keys() - Sampling.__annotations__.keys():
+            raise TypeError(f"sample takes {', '.join(Sampling.__annotations__)}, got {', '.join(sorted(unknown))}")
+        ends = core.stop_tokens() if s["stop_tokens"] is None else tuple(s["stop_tokens"])
+        params = SamplingParams(
+            s["temperature"], s["max_tokens"], s["top_p"], s["top_k"], stop_tokens=ends, stop_strings=tuple(s["stop"])
+        )
+        first = s["seed"]
 
         async def all_of_them() -> list[list[SampledAnswer]]:
-            seeds = [None if seed is None else seed + i for i in range(len(prompts))]
-            asked = (core.sample(self._snapshot, p, params, n, own) for p, own in zip(prompts, seeds, strict=True))
+            seeds = [None if first is None else first + i for i in range(len(prompts))]
+            asked = (core.sample(self._snapshot, p, params, s["n"], own) for p, own in zip(prompts, seeds, strict=True))
             return await asyncio.gather(*asked)
 
         return self._service.wait(all_of_them())
@@ -118,22 +111,20 @@ class Workbench:
     """One base model, its engine, and any number of models that learn."""
 
     def __init__(self, model: ModelConfig, engine: EngineConfig) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="kitae-primitives", daemon=True)
+        self._thread = LoopThread("kitae-primitives")
 
         async def make() -> Core:
             return Core.load(model, engine)
 
-        self._thread.start()
         try:
             self.core = self.wait(make())
         except BaseException:
-            self._stop()
+            self._thread.stop()
             raise
         self.tokenizer = self.core.policy.tokenizer
 
     def wait(self, work: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+        return self._thread.wait(work)
 
     def create_lora(self, rank: int = 32, *, seed: int = 0) -> Trainable:
         return Trainable(self, self.wait(self.core.lora(rank, seed=seed)))
@@ -146,20 +137,14 @@ class Workbench:
         return Sampler(self, self.core.base)
 
     def close(self) -> None:
-        self.wait(self.core.close())
-        self._stop()
+        if self._thread.is_open:
+            self.wait(self.core.close())
+            self._thread.stop()
 
-    def _stop(self) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
-
-    def __enter__(self) -> "Workbench":
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

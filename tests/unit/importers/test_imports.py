@@ -317,3 +317,21 @@ def test_variables_of_shell_scripts(tmp_path: Path) -> None:
     script.write_text('N=4\nexport M="tiny"  # a model\ntrain --n ${N} \\\n  --model $M --k ${K:-7} --other $NOWHERE\n')
     flags = parse_flags(split_command(str(script)))
     assert flags == {"n": 4, "model": "tiny", "k": 7, "other": "$NOWHERE"}
+
+
+def test_older_examples_of_prime_rl_are_read_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As its first example has it: sampling beside the environment, and a tracker that need not be installed."""
+    (tmp_path / "rl.toml").write_text(
+        "max_steps = 20\nseq_len = 2048\n[model]\nname = 'lab/model'\n[wandb]\nproject = 'first'\n[orchestrator]\n"
+        "batch_size = 128\nrollouts_per_example = 16\n[orchestrator.sampling]\nmax_tokens = 128\n"
+        "[[orchestrator.env]]\nid = 'reverse-text'\n[inference]\n"
+    )
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    t = prime_rl.read(str(tmp_path / "rl.toml"), [], tmp_path / "x.toml")
+    assert (at(t, "sampling.max_tokens"), at(t, "training.group_size"), at(t, "training.prompts_per_step")) == (
+        128,
+        16,
+        8,
+    )
+    assert at(t, "env.params.environment") == "reverse-text" and at(t, "env.params.python") == ".venv/bin/python"
+    assert "wandb is not installed here" in str(next(line for line in t.lines() if line.key == "wandb.project"))
