@@ -117,7 +117,7 @@ async def measure(args: argparse.Namespace) -> None:
     from kitae.engines.native.engine import NativeEngine
     from kitae.models.config import ModelConfig
     from kitae.models.load import load_policy
-    from kitae.serving.start_server import ServerSettings, app_of
+    from kitae.serving.model_app import ServerSettings, app_of
     from kitae.serving.text_scoring import TextScorer
 
     policy = load_policy(ModelConfig(path=MODEL))

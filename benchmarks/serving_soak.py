@@ -44,8 +44,8 @@ async def be_server(model: str) -> None:
     from kitae.kernels.allocation import gc_frozen
     from kitae.models.config import ModelConfig
     from kitae.models.load import load_policy
+    from kitae.serving.model_app import ServerSettings, app_of
     from kitae.serving.running_server import serving
-    from kitae.serving.start_server import ServerSettings, app_of
     from kitae.serving.text_scoring import TextScorer
 
     policy = load_policy(ModelConfig(path=model))

@@ -20,11 +20,11 @@ from kitae.serving.answers import AnswerRenderer
 from kitae.serving.app import make_app, model_routes
 from kitae.serving.base import Answer, Ask, OnTokens, with_ids
 from kitae.serving.handlers import AnswerPolicy, ChatHandlers
+from kitae.serving.model_app import app_of
 from kitae.serving.prompt_reader import PromptReader, RequestReader
 from kitae.serving.refusals import AdmissionControl
 from kitae.serving.server_metrics import Counters
 from kitae.serving.server_settings import ServerSettings
-from kitae.serving.start_server import app_of
 from kitae.serving.streamed_text import streams_early
 from kitae.serving.text_scoring import TextScorer
 from kitae.serving.token_text import TokenText

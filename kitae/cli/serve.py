@@ -58,6 +58,12 @@ def serve(
     name: Annotated[
         str | None, typer.Option(help="How clients call the model; default: the name of its run or folder.")
     ] = None,
+    adapter: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A LoRA adapter and how clients call the model with it; may be given again.", metavar="NAME=FOLDER"
+        ),
+    ] = None,
     queue: Annotated[
         int, typer.Option(min=1, help="Answers under way, waiting ones included; who comes then is told to try again.")
     ] = 512,
@@ -105,6 +111,7 @@ def serve(
         limits,
         queue,
         cast(ControlTokens, control_tokens),
+        adapters=_adapters(adapter or []),
         answer_policy=AnswerPolicy(tries, answer_anyway),
     )
     variable = api_key_env or ("KEY" if keys else None)
@@ -112,6 +119,14 @@ def serve(
         asyncio.run(start(config.model, config.engine, settings, lambda *place: _say(settings.name, variable, *place)))
     except KeyboardInterrupt:  # before the server runs
         raise Interrupted("interrupted", signal.SIGINT) from None
+
+
+def _adapters(given: list[str]) -> dict[str, Path]:
+    for one in given:
+        name, _, folder = one.partition("=")
+        if not name or not (Path(folder) / "adapter_config.json").is_file():
+            raise ConfigError(f"--adapter must be NAME=FOLDER, and the folder an adapter of peft, got {one!r}")
+    return {name: Path(folder) for name, _, folder in (one.partition("=") for one in given)}
 
 
 def _say(name: str, key_env: str | None, address: str, path: str) -> None:

@@ -9,14 +9,17 @@ adapter do not see the others, not even through their infinities. peft has one s
 module, which is why its layers are not used here.
 """
 
+import json
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
@@ -70,6 +73,33 @@ class Adapter:
         if broken:
             raise ModelError(f"an adapter to sample from must be finite, got NaN or infinity in {broken[0]}")
         return Adapter(self.rank, self.alpha, made)
+
+
+def read_adapter(folder: Path) -> Adapter:
+    """An adapter as peft writes it, on the processor. Only plain LoRA: a product of two factors, times alpha / rank."""
+    try:
+        config = json.loads((folder / "adapter_config.json").read_text())
+        tensors = load_file(folder / "adapter_model.safetensors")
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{folder} must hold an adapter as peft writes it: {error}") from None
+    if other := [name for name in ("use_rslora", "use_dora", "rank_pattern", "alpha_pattern") if config.get(name)]:
+        raise ModelError(f"{folder}: an adapter must be plain LoRA, got one with {other[0]}")
+    factors = {}
+    for name in (n for n in tensors if n.endswith(".lora_A.weight")):
+        layer = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
+        factors[layer] = Factors(tensors[name], tensors[name.replace(".lora_A.", ".lora_B.")])
+    return Adapter(int(config["r"]), float(config["lora_alpha"]), factors)
+
+
+def to_sample_from(adapter: Adapter, policy: Policy) -> Adapter:
+    """A copy where the policy is, whose layers must all take it."""
+    layers = adapted_layers(policy)
+    for name, f in adapter.factors.items():
+        weight = layers[name].base_layer.weight if name in layers else None
+        if weight is None or weight.shape != (f.wide.shape[0], f.narrow.shape[1]):
+            raise ModelError(f"{policy.source} has no layer {name} of the shape that the adapter has")
+    moved = {n: Factors(f.narrow.to(policy.device), f.wide.to(policy.device)) for n, f in adapter.factors.items()}
+    return Adapter(adapter.rank, adapter.alpha, moved).frozen(policy.dtype)
 
 
 class Rows(Protocol):

@@ -23,7 +23,7 @@ from kitae.engines.base import Request, SamplingParams, stream_seed
 from kitae.engines.config import EngineConfig
 from kitae.engines.native.engine import NativeEngine
 from kitae.errors import ConfigError, RequestError
-from kitae.models.adapters import ATTENTION, MLP, Adapter, Factors, adapt, fresh_adapter
+from kitae.models.adapters import ATTENTION, MLP, Adapter, adapt, fresh_adapter, to_sample_from
 from kitae.models.config import ModelConfig
 from kitae.models.load import load_policy
 from kitae.models.policy import Policy
@@ -140,9 +140,7 @@ class Core:
         saved = await asyncio.to_thread(read_weights, folder)
         if not isinstance(saved, Adapter):
             return await self._of_weights(dict(saved))
-        device = self.policy.device
-        moved = {name: Factors(f.narrow.to(device), f.wide.to(device)) for name, f in saved.factors.items()}
-        return self._of_adapter(Adapter(saved.rank, saved.alpha, moved).frozen(self.policy.dtype))
+        return self._of_adapter(to_sample_from(saved, self.policy))
 
     def _of_adapter(self, adapter: Adapter) -> Snapshot:
         return Snapshot(self.base.engine, self.base.scorer, self.policy, adapter)

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from kitae.errors import StoreError
-from kitae.models.adapters import Adapter, Factors
+from kitae.models.adapters import Adapter, read_adapter
 from kitae.models.policy import Policy
 from kitae.models.written_folder import written_whole
 from kitae.trainer.config import LearningConfig
@@ -121,9 +121,4 @@ def read_weights(folder: Path) -> Adapter | Mapping[str, Tensor]:
         return whole
     if not (folder / _CONFIG).is_file():
         raise StoreError(f"{folder} must hold saved weights, got no {_CONFIG} and no {_WHOLE}")
-    config = json.loads((folder / _CONFIG).read_text())
-    tensors, factors = load_file(folder / _ADAPTER), {}
-    for name in (n for n in tensors if n.endswith(".lora_A.weight")):
-        layer = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
-        factors[layer] = Factors(tensors[name], tensors[name.replace(".lora_A.", ".lora_B.")])
-    return Adapter(int(config["r"]), float(config["lora_alpha"]), factors)
+    return read_adapter(folder)

@@ -106,23 +106,27 @@ def model_routes(handlers: ChatHandlers, counters: Counters) -> list[BaseRoute]:
     ]
 
 
-def name_routes(name: str, context: int, counters: Counters) -> list[BaseRoute]:
-    """The list of models, which has one. context: the length of its context in tokens; 0: it is left out."""
-    listed: dict[str, Any] = {"id": name, "object": "model", "created": 0, "owned_by": "kitae"}
-    listed |= {
-        "type": "model",
-        "display_name": name,
-        "created_at": "1970-01-01T00:00:00Z",
-    }  # as Anthropic's clients read
-    listed |= {"max_model_len": context} if context else {}
+def name_routes(name: str, context: int, counters: Counters, more: Sequence[str] = ()) -> list[BaseRoute]:
+    """The list of models: one, and more names of it with adapters. context: the length of its context in tokens; 0: it
+    is left out."""
+
+    def told(one: str) -> dict[str, Any]:
+        """The second line is what Anthropic's clients read."""
+        shared = {"id": one, "object": "model", "created": 0, "owned_by": "kitae"}
+        shared |= {"type": "model", "display_name": one, "created_at": "1970-01-01T00:00:00Z"}
+        return shared | ({"max_model_len": context} if context else {}) | ({"root": name} if one != name else {})
+
+    listed = {one: told(one) for one in (name, *more)}
 
     async def models(_: Request) -> Response:
-        return json_response({"object": "list", "data": [listed], "has_more": False, "first_id": name, "last_id": name})
+        ends = {"has_more": False, "first_id": name, "last_id": [*listed][-1]}
+        return json_response({"object": "list", "data": [*listed.values()], **ends})
 
     async def model(request: Request) -> Response:
-        if request.path_params["name"] != name:
-            raise Refused(f"there is no model {clip(repr(request.path_params['name']))} here, only {name!r}", 404)
-        return json_response(listed)
+        if (wanted := request.path_params["name"]) not in listed:
+            known = ", ".join(map(repr, listed))
+            raise Refused(f"there is no model {clip(repr(wanted))} here, only {known}", 404)
+        return json_response(listed[wanted])
 
     return [
         Route("/v1/models", endpoint(models, counters)),
@@ -139,8 +143,10 @@ def make_app(
     host: str,
     keys: KeyRing | None = None,
     healthy: Callable[[], Awaitable[None]] | None = None,
+    more: Sequence[str] = (),
 ) -> Starlette:
-    """The app of these routes and of those that every server has. healthy: raises if the server cannot answer."""
+    """The app of these routes and of those that every server has. healthy: raises if the server cannot answer.
+    more: names of the model with adapters."""
 
     async def health(_: Request) -> Response:
         if healthy is not None:
@@ -151,7 +157,7 @@ def make_app(
         return PlainTextResponse(counters.page(), media_type="text/plain; version=0.0.4")
 
     shared = [
-        *name_routes(name, context, counters),
+        *name_routes(name, context, counters, more),
         Route("/health", endpoint(health, counters)),
         Route("/metrics", metrics),
     ]

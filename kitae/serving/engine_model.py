@@ -4,6 +4,7 @@ import asyncio
 import secrets
 import sys
 import time
+from collections.abc import Awaitable, Callable
 
 from kitae.data.chat import Chat
 from kitae.engines.base import Completion, Engine, Request, Sampled
@@ -16,13 +17,16 @@ _MOST_LOOKED = 5000  # requests in a second whose progress is looked up
 _SHARE = "served"  # equal prompts of all clients are computed once
 _ALL = sys.maxsize
 
+Generate = Callable[[Request], Awaitable[Completion]]
+
 
 class EngineModel:
-    """Implements `kitae.serving.base.Model`. The caller closes the engine."""
+    """Implements `kitae.serving.base.Model`. The caller closes the engine. generate: in place of the engine's own,
+    where an adapter is to be used: `partial(engine.generate, adapter=adapter)`."""
 
-    def __init__(self, engine: Engine, chat: Chat) -> None:
+    def __init__(self, engine: Engine, chat: Chat, generate: Generate | None = None) -> None:
         self._engine, self.chat = engine, chat
-        self._streams = TokenStreams(engine)
+        self._streams = TokenStreams(engine, generate=generate)
 
     async def ask(self, ask: Ask, on_tokens: OnTokens | None = None) -> Answer:
         prompt = self._prompt(ask)
@@ -47,8 +51,8 @@ class TokenStreams:
     """Requests whose tokens are passed on as they come; of others, the time of the first token is noted. One task polls
     the engine for all of them, less often the more there are, and only while somebody waits for tokens."""
 
-    def __init__(self, engine: Engine, every: float = _EVERY) -> None:
-        self._engine, self._every = engine, every
+    def __init__(self, engine: Engine, every: float = _EVERY, generate: Generate | None = None) -> None:
+        self._engine, self._every, self._generate = engine, every, generate or engine.generate
         self._known: dict[str, int] = {}  # the number of tokens that were passed on, by request in flight
         self._listeners: dict[str, OnTokens] = {}
         self._first: dict[str, float] = {}  # when the first token was seen, of requests in flight
@@ -63,7 +67,7 @@ class TokenStreams:
             self._listeners[request.id] = on_tokens
         self._look()
         try:
-            done = await self._engine.generate(request)
+            done = await self._generate(request)
             self._tell(request.id, done.sampled.after(self._known[request.id]))
             now = time.monotonic()
             return done, Timing(self._first.get(request.id, now) - began, now - began)

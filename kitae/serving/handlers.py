@@ -93,7 +93,7 @@ class ChatHandlers:
     them are refused. gone: is called with the path of a request whose client has gone before the end of the stream.
     reader: reads requests; None: for models that make tokens of messages themselves. answered: is called with the
     answers to each request. owner: to whom answers belong that can be asked for again; they end with it.
-    relays: who answers requests to other models, by their names."""
+    relays: who answers requests to other models, by their names. adapters: the same model with an adapter, by names."""
 
     def __init__(
         self,
@@ -107,10 +107,12 @@ class ChatHandlers:
         answered: Answered = lambda *_: None,
         owner: Callable[[Request], object] = lambda request: request.scope.get("account"),
         relays: Mapping[str, Relay] = MappingProxyType({}),
+        adapters: Mapping[str, Model] = MappingProxyType({}),
     ) -> None:
         self._find, self._renderer, self._admission, self._scorer = find, renderer, admission, scorer
         self._answer_policy = answer_policy or AnswerPolicy()
         self._gone, self._answered, self._owner, self._relays = gone, answered, owner, relays
+        self._adapters = adapters
         self._kept: WeakKeyDictionary[object, KeptAnswers] = WeakKeyDictionary()
         self._reader = reader or RequestReader([PromptReader.for_models(renderer.chat)])
 
@@ -118,12 +120,14 @@ class ChatHandlers:
         """The handler of requests for answers in one dialect."""
 
         async def answer(request: Request) -> Response:
-            asking = Asking(self._renderer, self._kept_of(request), _is_retry(request))
+            kept, retry = self._kept_of(request), _is_retry(request)
 
             def tell(body: Json, prompts: PromptReader) -> Teller | Json:
-                if body.get("model") in self._relays:
+                name = str(body.get("model"))
+                if name in self._relays:
                     return body
-                return speak(_without(body, self._answer_policy.ignored), prompts, asking)
+                renderer = replace(self._renderer, name=name) if name in self._adapters else self._renderer
+                return speak(_without(body, self._answer_policy.ignored), prompts, Asking(renderer, kept, retry))
 
             read = await self._reader.read(request, tell)
             if isinstance(read, dict):
@@ -157,7 +161,8 @@ class ChatHandlers:
     def _check_name(self, name: str) -> None:
         if self._answer_policy.roles and name.startswith(ROLE_OF):
             return
-        if name and name != self._renderer.name and name not in self._answer_policy.names:
+        known = (self._renderer.name, "", *self._answer_policy.names, *self._adapters)
+        if name not in known:
             message = f"there is no model {name[:100]!r} here, only {self._renderer.name!r}{self._answer_policy.hint}"
             raise Refused(message, 404, param="model", code="model_not_found")
 
@@ -180,9 +185,10 @@ class ChatHandlers:
     # One request.
 
     async def _serve(self, request: Request, teller: Teller) -> Response:
-        model, order = self._find(request), teller.order
+        order = teller.order
+        model = self._adapters.get(order.model) or self._find(request)
         self._check_name(order.model)
-        if _needs_scores(order) and self._scorer is None:
+        if _needs_scores(order) and (self._scorer is None or order.model in self._adapters):
             raise Refused("this address gives no log-probs but those of sampled tokens", param="logprobs")
         if not order.stream:
             return json_response(await unless_gone(request.receive, self._whole(model, teller, request.scope)))

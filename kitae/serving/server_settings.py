@@ -1,6 +1,8 @@
 """What is said of a server when it is started."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from kitae.serving.api_keys import NO_LIMITS, ApiKey, KeyLimits, KeyRing
@@ -16,7 +18,8 @@ class ServerSettings:
     name: the name by which clients know the model. keys: clients must send one of them; needed where other machines can
     reach the server. limits: of all clients together, where there are no keys. queue: the number of answers that may be
     under way, including those that wait for the engine; further requests are refused with a time to try again.
-    control_tokens: see `kitae.serving.prompt_reader`.
+    control_tokens: see `kitae.serving.prompt_reader`. adapters: folders with LoRA adapters, by the names that clients
+    use for the model with them.
     """
 
     name: str
@@ -27,6 +30,7 @@ class ServerSettings:
     queue: int = 512
     control_tokens: ControlTokens = "completions"
     reading: ReadingLimits = READING
+    adapters: Mapping[str, Path] = field(default_factory=dict)
 
     def ring(self) -> KeyRing:
         return KeyRing(self.keys, self.limits)

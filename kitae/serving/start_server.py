@@ -1,38 +1,32 @@
 """From a model to a running server: load the model, start its engine, serve until Ctrl-C, and close both."""
 
-import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 from starlette.applications import Starlette
 
 from kitae.clients.addresses import address_of, listen
-from kitae.data.chat import Chat
 from kitae.data.pictures import SHELF
-from kitae.engines.base import Engine
 from kitae.engines.config import EngineConfig
 from kitae.engines.start_engine import EngineOrder, start_engine
+from kitae.errors import ConfigError
 from kitae.kernels.allocation import gc_frozen
+from kitae.models.adapters import adapt
 from kitae.models.config import ModelConfig
 from kitae.models.load import check_model, find_model, load_policy
-from kitae.models.policy import Policy
-from kitae.serving.answers import AnswerRenderer
-from kitae.serving.app import check_key, make_app, model_routes
-from kitae.serving.engine_model import EngineModel
-from kitae.serving.handlers import ChatHandlers, RewardHandlers, reward_routes
+from kitae.serving.app import check_key, make_app
+from kitae.serving.handlers import RewardHandlers, reward_routes
+from kitae.serving.model_app import app_of
 from kitae.serving.refusals import AdmissionControl
 from kitae.serving.running_server import run_server
 from kitae.serving.server_metrics import Counters
 from kitae.serving.server_settings import ServerSettings
-from kitae.serving.streamed_text import streams_early
 from kitae.serving.text_scoring import TextScorer
-from kitae.serving.token_text import TokenText
 from kitae.verifiers.reward_model_verifier import RewardService
 
 _PICTURES = 1 << 30  # bytes of those that clients sent
-_ENGINE_SECONDS = 0.2  # that an engine may take to answer a question after its health
 
 Ready = Callable[[str, str], None]
 """Is called with the address of the server and the path at which the model answers."""
@@ -44,6 +38,9 @@ async def serve(model: ModelConfig, engine: EngineConfig, settings: ServerSettin
     folder = find_model(model.path)
     assert folder is not None
     rewards = is_reward_model(folder)
+    if settings.adapters and (rewards or engine.kind != "native" or model.lora_rank):
+        what = "a language model on an engine in this process (engine.kind = 'native'), without an adapter of its own"
+        raise ConfigError(f"adapters are added to {what}; got --adapter {next(iter(settings.adapters))}")
     if not rewards:
         check_model(model)
     taken = listen(settings.host, settings.port)
@@ -68,6 +65,8 @@ async def open_model(model: ModelConfig, config: EngineConfig, settings: ServerS
     """The app of a language model, with its engine."""
     policy = load_policy(model)
     SHELF.most_bytes = _PICTURES
+    if settings.adapters:
+        adapt(policy)
     engine = await start_engine(EngineOrder(model, config, policy=policy))
     scorer = TextScorer(policy)
     try:
@@ -75,39 +74,6 @@ async def open_model(model: ModelConfig, config: EngineConfig, settings: ServerS
     finally:
         await scorer.close()
         await engine.close()
-
-
-def app_of(policy: Policy, engine: Engine, scorer: TextScorer, settings: ServerSettings) -> Starlette:
-    chat = Chat(policy.tokenizer, policy.base.generation_config)
-    renderer = AnswerRenderer(settings.name, chat, TokenText(policy.tokenizer), streams_early(policy.tokenizer))
-    admission, model, keys = AdmissionControl(settings.queue), EngineModel(engine, chat), settings.ring()
-    counters = Counters(admission, engine.stats, keys.accounts)
-    reader = settings.reader_of(policy.tokenizer, policy.base.generation_config, policy.max_context)
-    handlers = ChatHandlers(
-        lambda request: model,
-        renderer,
-        admission,
-        scorer,
-        settings.answer_policy,
-        counters.gone,
-        reader,
-        counters.answered,
-    )
-
-    async def healthy() -> None:
-        """Raise if the engine is closed or its thread has died. One that is in the middle of a step is well."""
-        with suppress(TimeoutError):
-            await asyncio.wait_for(engine.abort("nobody"), _ENGINE_SECONDS)
-
-    return make_app(
-        model_routes(handlers, counters),
-        counters,
-        name=settings.name,
-        context=policy.max_context,
-        host=settings.host,
-        keys=keys,
-        healthy=healthy,
-    )
 
 
 @asynccontextmanager

@@ -16,9 +16,9 @@ from kitae.clients.addresses import listen
 from kitae.engines.config import EngineConfig
 from kitae.engines.native.engine import NativeEngine
 from kitae.models.policy import Policy
+from kitae.serving.model_app import app_of
 from kitae.serving.running_server import Patience, bounded, serving
 from kitae.serving.server_settings import ServerSettings
-from kitae.serving.start_server import app_of
 from kitae.serving.text_scoring import TextScorer
 
 

@@ -4,15 +4,20 @@ import asyncio
 import json
 import random
 from collections.abc import Callable, Coroutine, Mapping
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+import torch
 from chat_templates import QWEN, tokenizer
+from safetensors.torch import save_file
 from served import ADD, CALL, Scripted, post, scripted_client, serving
 
 from kitae.data.chat import Chat
 from kitae.engines.base import WeightUpdate
+from kitae.errors import ModelError
+from kitae.models.adapters import adapt, adapted_layers
 from kitae.models.policy import Policy
 from kitae.serving.api_keys import ApiKey, KeyLimits
 from kitae.serving.handlers import AnswerPolicy
@@ -327,6 +332,7 @@ def shaped(path: str, response: httpx.Response) -> dict[str, Any]:
 FULL: dict[str, dict[str, Any]] = {
     MESSAGES: {
         **RIGHT[MESSAGES],
+        "model": "tiny",
         "system": [{"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}],
         "messages": [
             USER,
@@ -342,6 +348,7 @@ FULL: dict[str, dict[str, Any]] = {
         "thinking": {"type": "disabled"},
     },
     RESPONSES: {
+        "model": "tiny",
         "input": [
             USER,
             {"type": "reasoning", "id": "r", "summary": []},
@@ -384,7 +391,7 @@ def test_odd_bodies_are_answered_or_refused(path: str) -> None:
         statuses = set()
         whole = FULL[MESSAGES if path == COUNT else path]
         if path == COUNT:
-            whole = {k: whole[k] for k in ("messages", "system", "tools", "tool_choice", "thinking")}
+            whole = {k: whole[k] for k in ("model", "messages", "system", "tools", "tool_choice", "thinking")}
         assert (await client.post(path, json=whole)).status_code == 200
         for _ in range(400):
             body = json.dumps(mutated(whole, dice))
@@ -474,3 +481,47 @@ def test_streams_on_an_engine(tiny_policy: Callable[..., Policy], path: str) -> 
                 await asyncio.sleep(0.001)
 
     asyncio.run(asyncio.wait_for(use(), 60))
+
+
+def test_adapters_have_names(tiny_policy: Callable[..., Policy], tmp_path: Path) -> None:
+    """In one batch each name gives what its own adapter samples; what does not fit is refused at once."""
+
+    def save(seed: int, narrow: int) -> Path:
+        folder = tmp_path / str(seed)
+        folder.mkdir()
+        layer = "base_model.model.model.layers.0.self_attn.q_proj.lora_{}.weight"
+        draw = torch.Generator().manual_seed(seed)
+        wide = adapted_layers(policy)["model.layers.0.self_attn.q_proj"].base_layer.weight.shape[0]
+        shapes = {"A": (2, narrow), "B": (wide, 2)}
+        save_file(
+            {layer.format(k): torch.randn(*s, generator=draw) for k, s in shapes.items()},
+            folder / "adapter_model.safetensors",
+        )
+        (folder / "adapter_config.json").write_text(json.dumps({"r": 2, "lora_alpha": 8}))
+        return folder
+
+    policy = tiny_policy()
+    adapt(policy)
+    width = adapted_layers(policy)["model.layers.0.self_attn.q_proj"].base_layer.weight.shape[1]
+    adapters = {"one": save(1, width), "two": save(2, width)}
+
+    async def use() -> None:
+        async with serving(policy, adapters=adapters) as (client, _):
+            listed = (await client.get("/v1/models")).json()
+            assert [model["id"] for model in listed["data"]] == ["tiny", "one", "two"]
+            asked = {**RIGHT[MESSAGES], "max_tokens": 12, "seed": 5, "return_token_ids": True}
+            alone = [await post(client, MESSAGES, model=name, **asked) for name in ("tiny", "one", "two")]
+            beside = await asyncio.gather(*(post(client, MESSAGES, model=told["model"], **asked) for told in alone))
+            assert [told["token_ids"] for told in alone] == [told["token_ids"] for told in beside]
+            assert len({tuple(told["token_ids"]) for told in alone}) == 3
+            refused = await client.post(MESSAGES, json={**asked, "model": "three"})
+            assert refused.status_code == 404 and "'three'" in shaped(MESSAGES, refused)["message"]
+
+    asyncio.run(asyncio.wait_for(use(), 60))
+    with pytest.raises(ModelError, match="has no layer"):
+        asyncio.run(_refused(policy, {"bad": save(3, width + 1)}))
+
+
+async def _refused(policy: Policy, adapters: dict[str, Path]) -> None:
+    async with serving(policy, adapters=adapters):
+        pass
