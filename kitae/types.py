@@ -49,6 +49,10 @@ ROLE = "role/"
 """Before the name of a role: the component of a score that is this role's reward."""
 
 
+TURN = "turn/"
+"""Before the number of a turn of the model, from 0 on: the component of a score that is this turn's reward."""
+
+
 @dataclass(frozen=True, slots=True)
 class ToolCall:
     """A call of a tool by a model: `ToolCall("python", {"code": "6 * 7"}, id="call_0")`."""

@@ -198,7 +198,10 @@ class GroupStages:
             samples = tuple(replace(s, experts=experts_of(chain)) for s, chain in pairs)
         trained = kept and any(s.mask_T.any() for s in samples)
         assert part.rollout.score is not None
-        components, turns = part.rollout.score.components, Turns.of(tuple(part.chains.values()))
+        components, turns = (
+            part.rollout.score.components,
+            Turns.of(tuple(part.chains.values()), part.rollout.score.components),
+        )
         return Candidate(samples, part.score, reward, baseline, trained, components, turns, part.role)
 
     def advantages(self, candidates: Sequence[Candidate], kl_coef: float = 0.0) -> list[Candidate]:

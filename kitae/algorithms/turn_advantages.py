@@ -10,6 +10,7 @@ counts tokens gives more weight to long episodes.
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Annotated
 
 import numpy as np
@@ -19,7 +20,7 @@ from kitae.algorithms.advantages import Epsilon, GroupRewards, Lambda, SequenceR
 from kitae.algorithms.filters import has_variance
 from kitae.algorithms.requirements import Trait, has
 from kitae.algorithms.reward_shaping import Wide, narrow
-from kitae.types import BoolArray, Chain, FloatArray, IntArray
+from kitae.types import TURN, BoolArray, Chain, FloatArray, IntArray
 
 TurnGamma = Annotated[float, Field(gt=0, le=1, description="Discount per turn.")]
 Omega = Annotated[float, Field(ge=0, description="Weight of the advantage among equal states.")]
@@ -40,8 +41,9 @@ class Turns:
     potentials: tuple[float, ...] = ()
 
     @staticmethod
-    def of(chains: Sequence[Chain]) -> "Turns":
-        found = list(_turns(chains))
+    def of(chains: Sequence[Chain], components: Mapping[str, float] = MappingProxyType({})) -> "Turns":
+        """components: of a score; those that are rewards of turns (`TURN`) are added."""
+        found = [(n, r + components.get(f"{TURN}{i}", 0.0), *rest) for i, (n, r, *rest) in enumerate(_turns(chains))]
         if not found:
             return Turns()
         return Turns(*(tuple(column) for column in zip(*found, strict=True)))

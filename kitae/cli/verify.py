@@ -22,12 +22,14 @@ from kitae.data.prompt_stream import open_stream
 from kitae.errors import DataError, VerifierError
 from kitae.observe.plain_output import terminal_of
 from kitae.types import Prompt, Score
+from kitae.verifiers.config import VerifierConfig
 from kitae.verifiers.pool import VerifierPool
 from kitae.verifiers.pool import validate as find_bad_gold
 from kitae.verifiers.pool import validate_wrong as find_bad_wrong
 from kitae.verifiers.score_calls import check_params
 from kitae.verifiers.verifier_registry import VERIFIERS, resolve
 
+_RIGHT = 0.5  # labels and scores above this say that an answer is right
 _WRONG = 16  # answers to other prompts that are tried
 _GENERATED = 256  # problems of a task that has no end
 _AHEAD = 16_384  # rows under way at most: many may hang without holding up the others
@@ -91,12 +93,19 @@ def validate(
     limit: Annotated[
         int | None, typer.Option(min=1, help="Check only so many prompts; default: all of a file.")
     ] = None,
+    labels: Annotated[
+        Path | None, typer.Option(help="JSONL: response, reference, context, and the right score as label.")
+    ] = None,
 ) -> None:
     """Check that reference answers score 1 under the verifier.
 
-    Scores the references of a recipe's data with its verifier, and lists those that do not score 1.
+    Scores the references of a recipe's data with its verifier, and lists those that do not score 1. With --labels:
+    scores these answers, and says how far it agrees with their labels.
     """
     config = reinforcement(load_config(find_recipe(recipe), overrides or []), "kitae validate")
+    if labels is not None:
+        _agree(config.verifier, list(_read(labels)), labels)
+        return
     stream = open_stream(config.data, config.run.seed)
     prompts = [stream.at(position) for position in range(limit or stream.size or _GENERATED)]
 
@@ -118,6 +127,26 @@ def validate(
         print(f"{prompt.id}: the wrong answer {_short(answer)} must be a 0 → not judged {score.detail}".rstrip())
     if bad or unjudged:
         raise SystemExit(1)
+
+
+def _agree(verifier: VerifierConfig, rows: list[dict[str, Any]], source: Path) -> None:
+    """Print how often verifier and labels agree that an answer is right, and what of that is more than chance."""
+    if wrong := [r["id"] for r in rows if not isinstance(r.get("label"), int | float)]:
+        raise DataError(f"each row of {source} must have a number as its label; row {wrong[0]} has none")
+    scores = asyncio.run(
+        _score(verifier.name, verifier.params, rows, verifier.workers, verifier.timeout, lambda row, score: None)
+    )
+    pairs = [(r["label"] > _RIGHT, s.value > _RIGHT) for r, s in zip(rows, scores, strict=True) if s.valid]
+    if not pairs:
+        raise DataError(f"none of the {len(rows)} answers could be judged: {scores[0].detail if scores else 'no rows'}")
+    count = Counter(pairs)
+    agreed = (count[True, True] + count[False, False]) / len(pairs)
+    right, scored = (sum(pair[i] for pair in pairs) / len(pairs) for i in (0, 1))
+    chance = right * scored + (1 - right) * (1 - scored)
+    kappa = f"{(agreed - chance) / (1 - chance):.2f}" if chance < 1 else "–"
+    print(f"{len(rows)} labelled answers, {len(rows) - len(pairs)} not judged; agreement {agreed:.3f}, kappa {kappa}")
+    print(f"right and scored so {count[True, True]}, wrong and scored so {count[False, False]}")
+    print(f"right but scored wrong {count[True, False]}, wrong but scored right {count[False, True]}")
 
 
 async def _score(

@@ -17,7 +17,7 @@ from kitae.verifiers.compose import Composition
 from kitae.verifiers.given_functions import check_given, is_given, load_given
 from kitae.verifiers.gym_scores import gym
 from kitae.verifiers.instructions.instruction_verifier import instructions
-from kitae.verifiers.judge import judge, reward_model
+from kitae.verifiers.judge import judge, judge_pairs, reward_model
 from kitae.verifiers.math import math
 from kitae.verifiers.plain_text import choice, exact, f1, normalised, number, regex
 from kitae.verifiers.puzzle_checks import countdown, knights_knaves
@@ -132,6 +132,7 @@ VERIFIERS: dict[str, Verifier] = {
         Verifier("gym", gym, "wrong"),
         Verifier("none", nothing, "wrong", gold=False, repeatable=True),
         Verifier("judge", judge, "error", gold=False),
+        Verifier("judge_pairs", judge_pairs, "error", gold=False, batched=True, right_is_one=False),
         Verifier("reward_model", reward_model, "error", gold=False, prepare=prepare_reward, right_is_one=False),
         Verifier("trl", trl, "error", gold=False, prepare=prepare_trl, right_is_one=False),
         Verifier("verl", verl, "error", gold=False, prepare=prepare_verl, right_is_one=False),

@@ -166,3 +166,10 @@ def test_the_moving_mean_of_a_role_is_taken_before_the_reward_moves_it() -> None
     again.load_state(objective.state())
     for one in (objective, again):
         assert loss_values(one.advantages(one.candidates([role(1, group=1)]))) == [[0.75]]
+
+
+def test_rewards_of_turns_that_a_verifier_gives_are_components_of_its_score() -> None:
+    """turn/0 and turn/1, which are counted over the turns of the model; what is left stands at the last."""
+    rollout = episode(0, (2, None), (1, None))
+    judged = Rollout(0, 0, rollout.chains, "stop", "", Score(1.5, {"turn/0": 0.5, "judge": 1.5}))
+    assert by_turns(make_objective(advantage="turn-returns"), judged) == close([[1.5, 1.0]])

@@ -120,3 +120,15 @@ def test_validate_lists_gold_answers_that_fail(kitae: Verify) -> None:
     assert "in.jsonl:2" in out and "in.jsonl:4" in out and "in.jsonl:1:" not in out
     assert kitae("validate", "r.toml", "data.shuffle=false", "--limit", 1)[0] == 0
     assert "256 prompts" in kitae("validate", "quickstart")[1]
+
+
+def test_validate_says_how_far_a_verifier_agrees_with_labels(kitae: Verify) -> None:
+    """Four right and four wrong by label; one of each is scored otherwise: 6 of 8, where chance is a half."""
+    Path("r.toml").write_text('[data]\npath = "in.jsonl"\n[verifier]\nname = "number"\n')
+    write([{"question": "?", "answer": "4"}])
+    said = [("4", 1)] * 3 + [("5", 1)] + [("5", 0)] * 3 + [("4", 0)]
+    rows = [{"response": text, "reference": "4", "label": label} for text, label in said]
+    Path("labels.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    status, out, _ = kitae("validate", "r.toml", "--labels", "labels.jsonl")
+    assert status == 0 and "8 labelled answers, 0 not judged; agreement 0.750, kappa 0.50" in out
+    assert "right but scored wrong 1, wrong but scored right 1" in out

@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 
 from kitae.clients.service import Service
 from kitae.types import Score
-from kitae.verifiers.judge import RUBRICS, Grade, judge, read_verdict, reward_model, shorten
+from kitae.verifiers.judge import judge, judge_pairs, reward_model
+from kitae.verifiers.judge_texts import RUBRICS, Grade, read_verdict, shorten
 
 QUESTION = {"question": "What is the capital of Peru?"}
 MARK = "0123456789abcdef"
@@ -384,7 +385,10 @@ def test_built_in_rubrics(rubric: str) -> None:
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"rubric": "refrence"}, "rubric must be reference, open, criteria or a text with {response}, got 'refrence'"),
+        (
+            {"rubric": "refrence"},
+            "rubric must be reference, open, criteria, points, turn or a text with {response}, got 'refrence'",
+        ),
         ({"rubric": "open", "context": {}}, "the question must be in the context, under question_key, got None"),
         ({"rubric": "open", "question_key": "q"}, "the question must be in the context"),
         ({"reference": None}, "the reference must be in the data, got None"),
@@ -729,3 +733,82 @@ def test_options_are_plain_values(function: Callable[..., Any], needed: set[str]
     assert {option.name for option in options if option.default is option.empty} == needed
     assert {type(option.default) for option in options if option.default is not option.empty} == {str, int, float}
     assert {field.name for field in dataclasses.fields(Service)} <= {option.name for option in options}
+
+
+# several questions for one score
+
+
+def seeing(decide: Callable[[str], float]) -> Handler:
+    """A judge whose grade depends on what it is asked, honest about the mark."""
+
+    def reply(request: Request) -> Reply:
+        number = decide(request.body["messages"][-1]["content"])
+        return says(json.dumps({"id": mark_of(request), "reason": "So.", "score": number}))
+
+    async def answer(request: Request) -> Reply:
+        return reply(request)
+
+    return answer
+
+
+def test_votes_are_asked_with_seeds_and_their_mean_counts() -> None:
+    async def by_seed(request: Request) -> Reply:
+        return says(json.dumps({"id": mark_of(request), "reason": "So.", "score": 4 * request.body["seed"]}))
+
+    score, requests = grade(by_seed, votes=3, temperature=1.0)
+    assert score.value == pytest.approx(0.4) and sorted(r.body["seed"] for r in requests) == [0, 1, 2]
+    assert "votes must be at least 1, and several need a temperature, got 2" in grade("7", votes=2)[0].detail
+
+
+POINTS = [
+    {"criterion": "names Lima", "points": 3},
+    {"criterion": "is polite", "points": 1},
+    {"criterion": "lies", "points": -2},
+]
+
+
+@pytest.mark.parametrize(
+    ("met", "value"), [("names Lima|is polite", 1.0), ("names Lima", 0.75), ("names Lima|lies", 0.25), ("lies", 0.0)]
+)
+def test_points_of_criteria_are_weighed(met: str, value: float) -> None:
+    judge_by = seeing(
+        lambda text: 10.0 if re.search(met, text.partition("<<<REFERENCE")[2].partition(">>>")[0]) else 0.0
+    )
+    score, requests = grade(judge_by, reference=POINTS, rubric="points")
+    assert score.value == value and len(requests) == 3 and "names Lima" in score.detail
+    assert "must be a list of" in grade("7", reference="Lima", rubric="points")[0].detail
+
+
+TALK = [
+    {"role": "user", "content": "Find it."}, {"role": "assistant", "content": "look up"},
+    {"role": "tool", "content": "a door"}, {"role": "assistant", "content": "open it"},
+]  # fmt: skip
+
+
+def test_each_turn_is_graded_after_what_was_said_before_it() -> None:
+    judge_by = seeing(lambda text: 10.0 if "a door" in text.partition("<<<RESPONSE")[0] else 2.0)
+    score, requests = grade(judge_by, context={**QUESTION, "transcript": TALK}, rubric="turn")
+    assert score.components == {"judge": pytest.approx(0.6), "turn/0": pytest.approx(0.1), "turn/1": 0.5}
+    assert score.value == pytest.approx(0.6) and len(requests) == 2
+
+
+def compared(decide: Callable[[str, str], float], *responses: str) -> list[float]:
+    """What the judge of pairs makes of the answers; decide: the grade of one beside another."""
+
+    def of_text(text: str) -> float:
+        found = [re.search(rf"<<<{name} \w+\n(.*)\n", text) for name in ("RESPONSE", "OTHER")]
+        return decide(*(match[1] for match in found if match))
+
+    async def body() -> list[Score]:
+        async with FakeServer(seeing(of_text)) as server:
+            call = {"base_url": server.url, "model": "j", "backoff": 0.01}
+            return await judge_pairs(responses, ["Lima"] * len(responses), [QUESTION] * len(responses), **call)
+
+    return [score.value for score in run(body())]
+
+
+def test_pairs_are_compared_both_ways_round() -> None:
+    """A judge that always prefers what stands first has told nothing; an honest one ranks a, b and c."""
+    assert compared(lambda one, other: 10.0, "a", "b", "c") == [0.5, 0.5, 0.5]
+    assert compared(lambda one, other: 10.0 if one < other else 0.0, "a", "b", "c") == [1.0, 0.5, 0.0]
+    assert compared(lambda one, other: 10.0 if one == "Lima" else 2.0, "Quito") == [pytest.approx(0.1)]
