@@ -10,6 +10,7 @@ import re
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from kitae.errors import DataError, ModelError
 FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 """Of a model's folder, beside those of its tokenizer: an export has them too."""
 
-_KEPT = 64  # pictures whose pixels are kept for the tower
+_MOST_BYTES = 1 << 28  # of pixels that are kept for the tower
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,21 +75,27 @@ class PictureReader:
     def see(self, token: int) -> PictureInputs:
         if (known := self._seen.get(token)) is None:
             known = self._seen[token] = self._read(token)
-            while len(self._seen) > _KEPT:
+            size = sum(pixels.nbytes for pixels in known.pixels.values())
+            while len(self._seen) * size > _MOST_BYTES and len(self._seen) > 1:  # as if all were as large
                 self._seen.popitem(last=False)
         return known
+
+    @cached_property
+    def _settings(self) -> Mapping[str, Any]:
+        """Of the processor, for pictures; it would put them together anew for each."""
+        given = self.processor._merge_kwargs(tokenizer_init_kwargs=self.processor.tokenizer.init_kwargs)
+        return {**given["images_kwargs"], "return_tensors": "pt"}
 
     def _read(self, token: int) -> PictureInputs:
         picture, processor = opened(self.shelf.content(token)), self.processor
         try:
             images = processor.prepare_inputs_layout(images=[picture])[0]
-            settings = processor._merge_kwargs(tokenizer_init_kwargs=processor.tokenizer.init_kwargs)["images_kwargs"]
-            found, (text,) = processor._process_images(images, **{**settings, "return_tensors": "pt"})
+            found, (text,) = processor._process_images(images, **self._settings)
         except Exception as error:  # a processor is a program that came with the model
             raise DataError(
                 f"the processor of the model cannot read a picture of {picture.width}×{picture.height}: {error}"
             ) from error
-        pixels = {name: value for name, value in found.items() if name not in processor.unused_input_names}
+        pixels = {name: value for name, value in found.items() if hasattr(value, "nbytes")}
         runs = re.compile(f"(?:{re.escape(self.soft)})+")
         marked = runs.sub(lambda run: mark(token, len(run[0]) // len(self.soft)), text)
         return PictureInputs(pixels, marked, text.count(self.soft))

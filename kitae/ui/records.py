@@ -130,12 +130,14 @@ class RolloutPage:
 
 @dataclass(frozen=True, slots=True)
 class TurnView:
-    """Who said what: `TurnView("tool", "42", calls=[], name="python")`; calls: `["python(code='6 * 7')"]`."""
+    """Who said what: `TurnView("tool", "42", calls=[], name="python", pictures=[])`; calls: `["python(code='6 * 7')"]`;
+    pictures: as data: URLs."""
 
     role: str
     text: str
     calls: list[str]
     name: str
+    pictures: list[str]
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,8 +75,9 @@ def _page(title: str, answers: str) -> str:
     built = (_STATIC / "index.html").read_text("utf-8")
     script, style = (_asset(built, kind) for kind in ("js", "css"))
     policy = (
-        f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; connect-src 'none'; "
-        "base-uri 'none'; form-action 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
+        f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; img-src data:; "
+        "connect-src 'none'; base-uri 'none'; form-action 'none'; "
+        "require-trusted-types-for 'script'; trusted-types 'none'"
     )
     data = answers.replace("<", "\\u003c")
     head = [

@@ -11,6 +11,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from kitae.data.pictures import FOLDER as PICTURES
+from kitae.data.pictures import Shelf, as_data, sources_of, token_named
 from kitae.errors import KitaeError, StoreError
 from kitae.observe.token_numbers import read_tokens
 from kitae.store.journal import Journal
@@ -38,21 +40,21 @@ def group(run: Path, number: int) -> GroupView:
     return GroupView(
         group=number,
         prompt_id=prompt.id,
-        messages=[_turn(message) for message in prompt.messages],
+        messages=[_turn(run, message) for message in prompt.messages],
         reference=_text(prompt.reference),
         context=_text(dict(prompt.context)) if prompt.context else "",
         step=fate[0] if fate else None,
         fate=fate[1] if fate else "",
         reason=fate[2] if fate else "",
         version=version,
-        samples=[_sample(rollout) for rollout in rollouts],
+        samples=[_sample(run, rollout) for rollout in rollouts],
         suspended=suspended,
         previous=before,
         next=after,
     )
 
 
-def _sample(rollout: Rollout) -> SampleView:
+def _sample(run: Path, rollout: Rollout) -> SampleView:
     score = rollout.score
     assert score is not None  # the journal gives every rollout one
     versions = sorted({version for s in rollout.segments for version in s.versions if version >= 0})
@@ -69,7 +71,7 @@ def _sample(rollout: Rollout) -> SampleView:
         versions=versions,
         rewards=[s.reward for s in rollout.segments if s.reward is not None],
         text=_said(rollout),
-        transcript=[_turn(message) for message in rollout.transcript],
+        transcript=[_turn(run, message) for message in rollout.transcript],
     )
 
 
@@ -81,12 +83,23 @@ def _said(rollout: Rollout) -> str:
         return f"[{error}]"
 
 
-def _turn(message: Message) -> TurnView:
-    parts = [str(part.get("text", f"[{part.get('type')}]")) for part in message.parts] or [message.content]
+def _turn(run: Path, message: Message) -> TurnView:
+    parts = [str(part.get("text", f"[{part.get('image', part.get('type'))}]")) for part in message.parts]
+    parts = parts or [message.content]
     calls = [
         f"{c.name}({', '.join(f'{name}={value!r}' for name, value in c.arguments.items())})" for c in message.calls
     ]
-    return TurnView(message.role, "\n".join(filter(None, parts)), calls, message.name)
+    pictures = [_picture(run, source) for source in sources_of([message])]
+    return TurnView(message.role, "\n".join(filter(None, parts)), calls, message.name, list(filter(None, pictures)))
+
+
+def _picture(run: Path, source: str) -> str:
+    """A kept picture as a data: URL; nothing where it is not kept, as that of a prompt that was never encoded."""
+    token = token_named(source)
+    try:
+        return as_data(Shelf(run / PICTURES).content(token)) if token is not None else ""
+    except StoreError:
+        return ""
 
 
 def _text(value: Any) -> str:

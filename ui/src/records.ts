@@ -91,6 +91,7 @@ export interface TurnView {
   text: string;
   calls: string[];
   name: string;
+  pictures: string[];
 }
 
 export interface SampleView {

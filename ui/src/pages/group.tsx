@@ -101,7 +101,7 @@ export function Talk({ turns }: { turns: TurnView[] }) {
       {turns.map((turn, i) => (
         <div key={i} class={`turn ${turn.role}`}>
           <span class="role">{turn.role}{turn.name && ` ${turn.name}`}</span>
-          <div>{turn.text && <pre>{turn.text}</pre>}{turn.calls.map((call, j) => <pre key={j} class="call">{call}</pre>)}</div>
+          <div>{turn.pictures.map((picture, j) => <img key={j} class="picture" src={picture} alt="picture" />)}{turn.text && <pre>{turn.text}</pre>}{turn.calls.map((call, j) => <pre key={j} class="call">{call}</pre>)}</div>
         </div>
       ))}
     </>
