@@ -27,6 +27,7 @@ COMMANDS = [
     ["plot", "runs/quickstart-001"],
     ["report", "runs/quickstart-001"],
     ["replay", "runs/quickstart-001", "--step", "1"],
+    ["export", "runs/quickstart-001", "out"],
     ["runs"],
 ]
 KERNELS = "from kitae.kernels.cpu import packed; from kitae.kernels.devices import decoding_kernels; import torch; \
