@@ -20,6 +20,7 @@ from typing import ClassVar, Generic, Protocol, TypeVar, runtime_checkable
 from kitae.clock import now
 from kitae.errors import KitaeError, WorkerLost, root_cause
 from kitae.workers.background_tasks import BackgroundTasks
+from kitae.workers.process_status import cause_of
 
 _MOST_SESSIONS = 100_000  # that are remembered
 
@@ -41,6 +42,9 @@ class Watched(Protocol):
 M = TypeVar("M", bound=Member)
 T = TypeVar("T")
 Join = Callable[[M], Awaitable[None]]
+
+_ALIKE = 3  # deaths by one error after which nobody is put in the place
+_SOON = 300.0  # seconds from one to the next
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +109,7 @@ class WorkerPool(Generic[M]):
         self._starting: dict[int, asyncio.Task[None]] = {}
         self._empty: dict[int, str] = {}  # places that stay so, and why
         self._failures: dict[int, list[float]] = {}  # when, of each place
+        self._causes: dict[int, list[tuple[float, str]]] = {}  # of losses: when, and the error, of each place
         self._not_before = 0.0  # no member is started
         self._complained = False
         self._last_loss = ""
@@ -334,14 +339,26 @@ class WorkerPool(Generic[M]):
         recent = sum(now() - then < within for then in times)
         if recent <= most:
             return False
-        self._empty[number] = f"{name} was lost {recent} times within {within:g} s, the last time: {why}"
-        if most == 0:
-            self._empty[number] = f"{name}: {why}"
+        told = f"{name} was lost {recent} times within {within:g} s, the last time: {why}"
+        self._leave_empty(number, name, told if most else f"{name}: {why}")
+        return True
+
+    def _dies_alike(self, number: int, name: str, why: str) -> bool:
+        """Whether three members in one place ended by one error, soon after each other: a fourth would too."""
+        causes = self._causes.setdefault(number, [])
+        causes.append((now(), cause_of(why)))
+        last = [cause for then, cause in causes[-_ALIKE:] if now() - then < _SOON * _ALIKE]
+        if len(last) < _ALIKE or len({*last}) > 1 or not last[0]:
+            return False
+        self._leave_empty(number, name, f"{name} was lost {_ALIKE} times by the same error: {why}")
+        return True
+
+    def _leave_empty(self, number: int, name: str, told: str) -> None:
+        self._empty[number] = told
         self.note(f"{name} is not replaced: {self._empty[number]}")
         if not self._places and len(self._empty) >= self.size:
             self._failure = self.error(f"no {self.what} is left: {'; '.join(self._empty.values())}")
             self._wake()
-        return True
 
     # Members go.
 
@@ -377,7 +394,7 @@ class WorkerPool(Generic[M]):
         self.losses += 1
         self._last_loss = why
         self._farewells.start(place.member.close())
-        spent = self._is_spent(place.number, place.name, why)
+        spent = self._is_spent(place.number, place.name, why) or self._dies_alike(place.number, place.name, why)
         if not spent:
             what_now = ", and starts another" if self._make is not None else ""
             self.note(f"{self._a} was lost: the run goes on with {len(self._places)} of {self.size}{what_now}: {why}")

@@ -1,11 +1,18 @@
 """What the system says of a process: descendants, state, time used, how it ended, how many files it may open."""
 
 import os
+import re
 import resource
 import signal
 import time
 from contextlib import suppress
 from pathlib import Path
+
+KEPT = 64_000  # bytes of what a process wrote that are remembered
+SHOWN = 4_000  # characters of them
+
+_ERROR = re.compile(r"\b((?:\w+\.)*[A-Z]\w*(?:Error|Exception)): \S.*")
+_NOTICED = {"EngineDeadError", "EngineGenerateError", "CancelledError", "BrokenPipeError", "ConnectionResetError"}
 
 
 def describe(status: int | None) -> str:
@@ -16,6 +23,19 @@ def describe(status: int | None) -> str:
         number = os.WTERMSIG(status)
         return f"killed by signal {number} ({signal.strsignal(number)})"
     return f"exit status {os.WEXITSTATUS(status)}"
+
+
+def cause_of(words: str) -> str:
+    """The line of what a process wrote that says why it ended; "": none does. One error follows from another, and the
+    last ones are of those who noticed."""
+    found = [match for match in _ERROR.finditer(words) if match[1].rpartition(".")[2] not in _NOTICED]
+    return found[-1][0] if found else ""
+
+
+def ending(words: str) -> str:
+    """The end of what a process wrote, with its cause before it."""
+    end, cause = words.strip()[-SHOWN:], cause_of(words)
+    return f"{cause}\n…\n{end}" if cause and cause not in end else end
 
 
 def family_of(pid: int) -> list[int]:

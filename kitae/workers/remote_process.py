@@ -9,10 +9,8 @@ from contextlib import suppress
 from typing import Self
 
 from kitae.workers.base import LaunchSpec
-from kitae.workers.process_status import describe
+from kitae.workers.process_status import KEPT, describe, ending
 from kitae.workers.worker_main import BOOT
-
-_WORDS = 4_000  # bytes of what a process wrote that are remembered
 
 
 class LaunchedProcess:
@@ -55,7 +53,7 @@ class LaunchedProcess:
 
     @property
     def words(self) -> str:
-        return self._said.decode(errors="replace").strip()
+        return ending(self._said.decode(errors="replace"))
 
     async def order(self, packed: bytes) -> None:
         """Send it by the standard input, where that is a pipe."""
@@ -81,4 +79,4 @@ class LaunchedProcess:
         assert self._process.stdout is not None
         while chunk := await self._process.stdout.read(2**16):
             self.heard += len(chunk)
-            self._said = (self._said + chunk)[-_WORDS:]
+            self._said = (self._said + chunk)[-KEPT:]

@@ -14,9 +14,8 @@ from kitae.engines.servers.server_client import Line, LineLost, Refusal
 from kitae.errors import EngineError
 from kitae.workers.connection import Deadlines
 from kitae.workers.die_with_parent import tethered
-from kitae.workers.process_status import describe, family_of
+from kitae.workers.process_status import KEPT, describe, ending, family_of
 
-_WORDS = 4_000  # bytes of what a server wrote that are remembered
 _GRACE = 8.0  # seconds: vLLM leaves shared memory behind when it is killed
 _SEGMENTS = "/dev/shm/psm_"
 _LOOK = 0.5  # seconds between two looks whether it is ready
@@ -49,7 +48,7 @@ class Program:
     @property
     def words(self) -> str:
         """The end of what it wrote, as the end of a sentence."""
-        words = self._words.decode(errors="replace").strip()
+        words = ending(self._words.decode(errors="replace"))
         return f"; its last words were:\n{words}" if words else ""
 
     @property
@@ -80,7 +79,7 @@ class Program:
     async def _read(self) -> None:
         assert self._process.stdout is not None
         while chunk := await self._process.stdout.read(2**16):
-            self._words = (self._words + chunk)[-_WORDS:]
+            self._words = (self._words + chunk)[-KEPT:]
 
 
 class Server:

@@ -33,8 +33,11 @@ class VLLM:
 
     def __init__(self, *, own: bool) -> None:
         self._own = own
+        self._seeds = True
 
     def command(self, launch: Launch, config: EngineConfig, port: int) -> list[str]:
+        # On a CPU a request with a seed ends the server where prefill cuts its prompt: such generators cannot go back.
+        self._seeds = not launch.device.startswith("cpu")
         options: dict[str, object] = {
             "model": launch.model,
             "host": "127.0.0.1",
@@ -79,7 +82,7 @@ class VLLM:
             "min_p": s.min_p,
             "max_tokens": s.max_tokens - len(prior),
             "stop_token_ids": list(s.stop_tokens),
-            "seed": request.seed,
+            "seed": request.seed if self._seeds else None,
             "ignore_eos": True,
             "logprobs": 0,
             "detokenize": False,

@@ -7,6 +7,7 @@ the weights is no use without it. Whoever drives the run goes on from the last c
 
 import asyncio
 import itertools
+import logging
 import os
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -22,6 +23,7 @@ from kitae.errors import KitaeError, TrainerError, TrainerLost, WorkerLost, root
 from kitae.observe.meter import Totals
 from kitae.trainer.base import Batch, Column, OutsideTeacher, annotate_with, annotated
 from kitae.trainer.forward import split_rows, token_budget
+from kitae.trainer.parallel.standing import hung, stragglers
 from kitae.trainer.sample_wire import samples_to_wire, totals_of_wire
 from kitae.types import Sample, SampleKey
 from kitae.weights.base import Address, Manifest, Mode
@@ -32,9 +34,11 @@ from kitae.workers.base import Cluster, LaunchSpec
 from kitae.workers.connection import CallFailed, Deadlines, RemoteWorker
 from kitae.workers.frames import Array, Frame
 
+log = logging.getLogger("kitae")
+
 POOL = "trainer"
 
-_LIMITS = Deadlines(start=1800.0, answer=3600.0, silence=60.0, close=10.0)
+_LIMITS = Deadlines(start=1800.0, answer=3600.0, silence=50.0, close=10.0)  # who is silent is named within a minute
 _MEETING = 300.0  # seconds in which ranks must meet
 _AFTERMATH = 2.0  # seconds in which the others may say what happened to them too
 _meetings = itertools.count()
@@ -68,6 +72,7 @@ class RankedTrainer:
         self._ranks: list[RemoteWorker] = []
         self._turn, self._saving = asyncio.Lock(), asyncio.Lock()
         self._weight_store: RankWeightStore | None = None
+        self._slow: set[int] = set()  # ranks of which that was said
         self.updates = 0
 
     async def start(self) -> None:
@@ -100,7 +105,13 @@ class RankedTrainer:
         name = f"rank {setup['rank']} of the trainer"
         environment = {} if self._cluster.remote else {"GLOO_SOCKET_IFNAME": "lo"}
         spec = LaunchSpec(name, self._module, setup, POOL, self._threads, environment=environment)
-        return await RemoteWorker.start(self._cluster, spec, self._limits, TrainerError)
+        number: int = setup["rank"]
+        return await RemoteWorker.start(
+            self._cluster, spec, self._limits, TrainerError, stalled=lambda _: self._hung(number)
+        )
+
+    def _hung(self, number: int) -> str:
+        return hung(number, [rank.status for rank in self._ranks]) if self._ranks else ""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -132,8 +143,18 @@ class RankedTrainer:
 
     async def forward_backward(self, batch: Batch) -> Totals:
         given = {"conditions": asdict(batch.conditions), "roles": [role.name for role in batch.roles]}
+        before = [rank.status.get("work", 0) for rank in self._ranks]
         found = await self._on_rows("forward_backward", self._pack(batch.samples), batch.observed, **given)
+        self._name_stragglers(before)
         return _totals(found[0])
+
+    def _name_stragglers(self, before: Sequence[int]) -> None:
+        """Once each. before: how often each rank had been found at work before the step."""
+        slow = stragglers(before, [rank.status.get("work", 0) for rank in self._ranks])
+        for number in slow.keys() - self._slow:
+            where, ratio = self._ranks[number].process.where, slow[number]
+            log.warning("rank %d on %s works %.1f times as long as most: they wait for it", number, where, ratio)
+        self._slow |= slow.keys()
 
     async def optim_step(self) -> Totals:
         reply = await self._first("optim_step")

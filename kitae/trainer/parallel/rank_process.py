@@ -7,6 +7,7 @@ waiting for it: the driver ends them all.
 
 import asyncio
 import socket
+import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kitae.kernels.allocation import gc_frozen
+from kitae.trainer.parallel.standing import Standing
 from kitae.trainer.sample_wire import Arrays, Header, conditions_of, samples_of_wire, totals_to_wire
 from kitae.workers.frames import Frame
 from kitae.workers.serve import Call, Reply, Send, Served, serve
@@ -91,6 +93,7 @@ class Rank(Served):
         self._publisher: OwnPublisher | None = None
         self._blocks: Mapping[str, Place] = {}  # that it publishes
         self._saving: Callable[[], None] = lambda: None
+        self._standing = Standing()
         self._threads = torch.get_num_threads()  # a thread begins with as many as there are cores
         policy = worker.policy
         dtype = str(policy.dtype).removeprefix("torch.")
@@ -110,12 +113,21 @@ class Rank(Served):
 
             if torch.get_num_threads() != self._threads:
                 torch.set_num_threads(self._threads)
-            return operation(frame.header, dict(frame.arrays))
+            if threads is self._computing:
+                self._standing.thread = threading.get_ident()
+            try:
+                return operation(frame.header, dict(frame.arrays))
+            finally:
+                if threads is self._computing:
+                    self._standing.thread = 0
 
         async def call(frame: Frame) -> Reply:
             return await asyncio.get_running_loop().run_in_executor(threads, compute, frame)
 
         return call
+
+    def status(self) -> dict[str, Any]:
+        return self._standing.look()
 
     async def close(self) -> None:
         if self._publisher is not None:
