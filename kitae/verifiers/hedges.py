@@ -100,7 +100,7 @@ def is_hedged(
         return False
     if _is_denied(before) or _WEAKENED_AFTER_RE.match(after):
         return True
-    if bounds and _BOUND_BEFORE_RE.search(before):
+    if bounds and _BOUND_BEFORE_RE.search(before, max(0, len(before) - 48)):
         return True
     own = text[start:end]
     if own.endswith("%") and _SHARE_RE.match(after):

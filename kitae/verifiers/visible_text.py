@@ -30,9 +30,7 @@ _UNSHOWN_RE = re.compile(  # comments, what is struck out, and what has the colo
     r"|\[//\]:[^\n]*",
     re.DOTALL | re.IGNORECASE | re.MULTILINE,
 )
-_MAY_BE_UNSHOWN_RE = re.compile(
-    r"~~|<[!A-Za-z]|phantom|cancel\s*\{|\\sout|\\st\s*\{|white|\\iffalse|^[ \t]*%|\[//\]", re.I | re.M
-)
+_UNSHOWN_COMMANDS = ("phantom", "cancel", "\\sout", "\\st", "white", "\\iffalse")
 _STRUCK_RE = re.compile(r"\w[\u0335-\u0338\u20d2\u20d3\u20dd\u20e0\u20e5\u20eb]+")
 _MAX_PIECES = 4  # of one word: state-of-the-art
 _MAX_LETTERS = 20  # of a word of several pieces
@@ -60,7 +58,9 @@ def shown(text: str) -> str:
     """The text without what a page would not show, or would strike out: `"~~8~~ 7 <!-- 9 -->"` → `"  7  "`."""
     if not text.isascii():
         text = _STRUCK_RE.sub(" ", text)
-    return _UNSHOWN_RE.sub(" ", text) if _MAY_BE_UNSHOWN_RE.search(text) else text
+    may_hide = "~~" in text or "<" in text or "%" in text or "[//]" in text
+    may_hide = may_hide or ("\\" in text and any(command in text for command in _UNSHOWN_COMMANDS))
+    return _UNSHOWN_RE.sub(" ", text) if may_hide else text
 
 
 def spaced(text: str) -> str:
