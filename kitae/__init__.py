@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from kitae.api import start as start
     from kitae.api import train as train
     from kitae.engines.base import Engine as Engine
+    from kitae.engines.constraint import Constraint as Constraint
     from kitae.envs.base import Environment as Environment
     from kitae.envs.base import Observation as Observation
     from kitae.errors import KitaeError as KitaeError
@@ -46,6 +47,7 @@ _HOMES = {
     "Selection": "kitae.offline.answer_selection",
     "KitaeError": "kitae.errors",
     "Engine": "kitae.engines.base",
+    "Constraint": "kitae.engines.constraint",
     "ScoreFunction": "kitae.verifiers.base",
     "batched": "kitae.verifiers.base",
     "Trainer": "kitae.trainer.base",

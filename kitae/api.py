@@ -15,7 +15,7 @@ from typing import Any, overload
 from kitae.config.locate import find_recipe, find_run
 from kitae.config.recipe import model_settings, override_config, read_recipe
 from kitae.config.root import RLConfig, Root, reinforcement
-from kitae.engines.base import SamplingParams
+from kitae.engines.base import Constraint, SamplingParams
 from kitae.errors import ConfigError
 from kitae.evaluation.measure import Evaluation
 from kitae.evaluation.run_suites import evaluate_on, evaluate_own
@@ -256,13 +256,15 @@ def sample(
     reward: Rewards | None = None,
     model: str | Path | None = None,
     overrides: Sequence[str] = (),
+    constraint: Constraint | None = None,
     **settings: Any,
 ) -> list[Group]:
     """n answers to each prompt, as one `Group` for each: `sample("quickstart", prompts=4, n=8)[0].rewards_G`.
 
     target: a recipe or a run. prompts: how many of its training prompts, whose answers are verified; or your own, as
     texts or messages, which nobody judges. data, reward: in place of the target's, as for `train`; the target may be a
-    model alone then. `sample_to_file` writes a file to train on.
+    model alone then. constraint: what answers to prompts of your own must match, such as
+    `kitae.Constraint.schema({"type": "object"})`. `sample_to_file` writes a file to train on.
     """
     values = _target_values(target, model, alone=data is not None)
     order = make_order(values, data=data, reward=reward, overrides=overrides, keywords=settings)
@@ -270,10 +272,13 @@ def sample(
     if isinstance(prompts, str):  # a sequence too: of letters
         raise ConfigError(f"prompts must be a number or a list of prompts, got the text {prompts!r}")
     if isinstance(prompts, int):
+        if constraint is not None:
+            raise ConfigError("a constraint is for prompts of your own; the recipe's are asked as in training")
         SampleOrder(prompts, n, Selection("all"))  # refuses numbers that make no sense
         return work_on(order, lambda placed: sample_groups(placed, prompts, n))
     s = config.sampling
-    params = SamplingParams(s.temperature, s.max_tokens, stop_strings=s.stop)
+    params = SamplingParams(s.temperature, s.max_tokens, s.top_p, s.top_k, s.min_p, stop_strings=s.stop)
+    params = replace(params, constraint=constraint)
     with LoadedModel(config.model, config.engine, config.run.seed) as loaded:
         return loaded.sample(prompts, n, params, seed=config.run.seed)
 

@@ -50,8 +50,7 @@ class CallReader:
         self._tokenizer = tokenizer
         self.family = family_of(tokenizer)
         self._opening = _rendered(tokenizer, ("user",))
-        # Where the template writes <think> before the model answers, a turn begins with reasoning.
-        self._thinking = self._opening.rstrip().endswith(_THINK)
+        self._thinking = begins_thinking(tokenizer)
         names = _MARKS.get(self.family, _THOUGHTS)
         special = special_ids(tokenizer)
         ids = ((tokenizer.convert_tokens_to_ids(name), name) for name in names)
@@ -160,6 +159,11 @@ def family_of(tokenizer: Any) -> str:
     if getattr(tokenizer, "response_template", None):
         return "template"
     return "smollm2" if "SmolLM" in template else "hermes"
+
+
+def begins_thinking(tokenizer: Any) -> bool:
+    """Whether a turn begins with reasoning: the template writes <think> before the model answers."""
+    return _rendered(tokenizer, ("user",)).rstrip().endswith(_THINK)
 
 
 def template_of(tokenizer: Any) -> str:

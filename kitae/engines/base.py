@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from kitae.engines.constraint import Constraint
+from kitae.engines.constraint import Constraint as Constraint
 from kitae.kept_sets import KeptSets, joined_sets
 from kitae.store.columns import joined
 from kitae.types import ExpertArray, FinishReason, FloatArray, Segment
@@ -50,7 +50,7 @@ class SamplingParams:
     @property
     def shaped(self) -> tuple[str, ...]:
         """The names of those settings that only Kitae's own engines follow, and are not off."""
-        return ("constraint",) * (self.constraint is not None) + self.penalised
+        return ("constraint",) * (self.constraint is not None and self.constraint.strict) + self.penalised
 
 
 @dataclass(frozen=True, slots=True)

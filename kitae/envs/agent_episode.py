@@ -231,10 +231,13 @@ class AgentEpisode(RunningEpisode):
                 raise RequestError(f"the episode has used up its {what}")
 
     def _asked_sampling(self, ask: Ask) -> SamplingParams:
-        """The run's sampling settings, shortened to what the client wants."""
+        """The run's sampling settings, shortened to what the client wants, and in the form that it wants."""
+        if named := ask.sampling.penalised:
+            names = ", ".join(named)
+            raise RequestError(f"{names} must be off in an episode: the trainer's logits are the model's own")
         stops = tuple(dict.fromkeys((*self._sampling.stop_strings, *ask.sampling.stop_strings)))
         most = min(self._tokens_left, ask.sampling.max_tokens, self._on.limits.turn_tokens or self._tokens_left)
-        return replace(self._sampling, max_tokens=most, stop_strings=stops)
+        return replace(self._sampling, max_tokens=most, stop_strings=stops, constraint=ask.sampling.constraint)
 
     async def _sample(self, position: Position, number: int, sampling: SamplingParams) -> tuple[Segment, FinishReason]:
         on, context = self._on, position.context

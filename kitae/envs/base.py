@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol, Self, runtime_checkable
 
+from kitae.engines.constraint import Constraint
 from kitae.serving.base import Model
 from kitae.types import Message, Prompt, Tool, Turn
 
@@ -13,13 +14,14 @@ class Opening:
     """What the model reads first: `Opening((Message("user", "What is 17 * 23?"),), tools=(…,))`.
 
     tools: those that the chat template describes to the model, and whose calls are read from its turns.
-    state, potential: as in `Observation`.
+    state, potential, constraint: as in `Observation`.
     """
 
     messages: tuple[Message, ...]
     tools: tuple[Tool, ...] = ()
     state: str = ""
     potential: float = 0.0
+    constraint: Constraint | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +36,7 @@ class Observation:
     of one name are compared with each other by some advantages. "": what the model has just read is the state.
     potential: how good that state is, as you guess; advantages by turn add γ × the next potential − this one to a
     reward, which changes no best policy.
+    constraint: what the model's next turn must match; it is enforced, and trained on as such. None: any text.
     """
 
     messages: tuple[Message, ...] = ()
@@ -42,6 +45,7 @@ class Observation:
     error: str | None = None
     state: str = ""
     potential: float = 0.0
+    constraint: Constraint | None = None
 
 
 class Environment(Protocol):

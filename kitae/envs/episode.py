@@ -15,6 +15,7 @@ from typing import TypeVar
 
 from kitae.data.chat import as_message
 from kitae.engines.base import Completion, Request, Sampled, stream_seed
+from kitae.engines.constraint import Constraint
 from kitae.envs.base import Environment, Observation, Opening, SingleTurn
 from kitae.envs.blocking_calls import Blocked, WatchedCall
 from kitae.envs.episode_context import (
@@ -24,6 +25,7 @@ from kitae.envs.episode_context import (
     Suspended,
     described,
     is_episode_error,
+    read_constraint,
     read_messages,
     read_reward,
     read_state,
@@ -74,6 +76,7 @@ class Episode(RunningEpisode):
         self._segments: list[Segment] = []
         self._finish: FinishReason = "suspended"  # until the model has ended a turn
         self._tools: tuple[Tool, ...] = ()
+        self._constraint: Constraint | None = None  # of the next turn
         self._state: tuple[str, float] = ("", 0.0)  # its name and its potential
         self._turns: list[Turn] = []
         self._lazy_text: LazyText | None = None  # the last turn's text, if it was left in a file
@@ -99,6 +102,7 @@ class Episode(RunningEpisode):
         if not isinstance(answer, Opening):
             raise Failure(f"start must return an Opening, got {type(answer).__name__}")
         self._tools = read_tools(answer.tools)
+        self._constraint = read_constraint("start", answer.constraint)
         self._state = read_state(answer)
         if self._record is None:
             messages = answer.messages
@@ -172,7 +176,7 @@ class Episode(RunningEpisode):
         request = Request(
             id=f"{on.label}/{self._group}/{self._index}/{number}",
             prompt_tokens=self._chain.tokens,
-            sampling=replace(self._sampling, max_tokens=self._turn_tokens),
+            sampling=replace(self._sampling, max_tokens=self._turn_tokens, constraint=self._constraint),
             seed=stream_seed(on.seed, on.label, self._group, self._index, number),
             share=f"{on.label}/{self._group}" if not number else "",
             prior=prior,
@@ -200,6 +204,7 @@ class Episode(RunningEpisode):
             raise Failure(f"step must return an Observation, got {type(answer).__name__}")
         if answer.error is not None:
             raise Failure(shortened(str(answer.error)))
+        self._constraint = read_constraint("step", answer.constraint)
         self._state = read_state(answer)
         if self._recorded:
             return self._replay_step(answer)

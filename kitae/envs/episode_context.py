@@ -15,6 +15,7 @@ from kitae.data.chat import Chat
 from kitae.data.pictures import kept
 from kitae.data.tool_arguments import function_of
 from kitae.engines.base import Engine, Sampled, SamplingParams
+from kitae.engines.constraint import Constraint
 from kitae.envs.base import Agent, Environment, EpisodeLimits, Observation, Opening
 from kitae.envs.blocking_calls import Blocked, WatchedCall, while_hurried
 from kitae.errors import DataError, EngineError, Interrupted, RequestError, StalledError, StoreError, root_cause
@@ -289,6 +290,12 @@ def read_tools(found: object) -> tuple[Tool, ...]:
         except Exception as error:
             raise Failure(f"a tool of start must hold JSON: {described(error)}") from error
     return tuple(found)
+
+
+def read_constraint(name: str, found: object) -> Constraint | None:
+    if found is not None and not isinstance(found, Constraint):
+        raise Failure(f"the constraint of {name} must be a Constraint or None, got {type(found).__name__}")
+    return found
 
 
 def read_reward(found: object) -> float | None:

@@ -9,6 +9,7 @@ from kitae.data.chat import Chat
 from kitae.data.messages import read_messages
 from kitae.engines.base import SamplingParams
 from kitae.engines.config import EngineConfig
+from kitae.engines.constraint import Constraint
 from kitae.engines.native.engine import NativeEngine
 from kitae.envs.asking import Nobody, ask
 from kitae.envs.base import EpisodeLimits, SingleTurn
@@ -51,9 +52,15 @@ class LoadedModel:
         min_p: float = 0.0,
         stop: Sequence[str] = (),
         seed: int = 0,
+        constraint: Constraint | None = None,
     ) -> list[str]:
-        """n answers to one prompt. Temperature 0 takes the likeliest token; the same seed gives the same answers."""
-        params = SamplingParams(temperature, max_tokens, top_p, top_k, min_p, stop_strings=tuple(stop))
+        """n answers to one prompt. Temperature 0 takes the likeliest token; the same seed gives the same answers.
+
+        constraint: what each answer must match. One that max_tokens cuts is only the beginning of a match.
+        """
+        params = SamplingParams(
+            temperature, max_tokens, top_p, top_k, min_p, stop_strings=tuple(stop), constraint=constraint
+        )
         (group,) = self.sample([prompt], n, params, seed=seed)
         return [str(rollout.text) for rollout in group.rollouts]
 

@@ -4,12 +4,30 @@ All dialects of HTTP name it by these functions, so that a schema means the same
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from kitae.data import call_grammars
+from kitae.data.chat import Chat
 from kitae.data.data_files import clip
 from kitae.engines.constraint import Constraint
 from kitae.serving.refusals import Refused
+from kitae.types import Tool
+
+
+def of_tool_choice(chat: Chat, tools: Sequence[Tool], *, single: bool) -> Constraint | None:
+    """A call of one of these tools, or of several, and nothing else, where the engine can see to that; None: nothing
+    here says how the model writes them."""
+    grammar = call_grammars.of_calls(chat.tokenizer, tools, single=single)
+    return None if grammar is None else Constraint("grammar", grammar, strict=False)
+
+
+def after_thoughts(chat: Chat, constraint: Constraint | None) -> Constraint | None:
+    """A schema holds for what comes after the thoughts that the chat template has begun."""
+    if constraint is None or constraint.kind != "json_schema":
+        return constraint
+    grammar = call_grammars.of_json(chat.tokenizer, json.loads(constraint.text))
+    return constraint if grammar is None else Constraint("grammar", grammar)
 
 
 def of_response_format(given: Any, field: str = "response_format") -> Constraint | None:

@@ -32,6 +32,8 @@ MOST_DETOKENIZED = 2**18
 HIGHEST_TOKEN = 2**31 - 1
 """Of token ids that can be asked about at all; a model has fewer, and says so."""
 _UNCONSTRAINED = "tokens are drawn from the model as it is"
+_MOST_BIASES = 1024
+_LARGEST_BIAS = 100
 _KINDS = {
     "int_type": "a whole number",
     "float_type": "a number",
@@ -172,6 +174,20 @@ def _stops(value: Any, info: ValidationInfo) -> tuple[str, ...]:
     return found
 
 
+def _biases(value: Any, info: ValidationInfo) -> tuple[tuple[int, float], ...]:
+    """JSON has token ids as texts."""
+    given = value if isinstance(value, Mapping) else {} if value is None else {"": value}
+    if len(given) > _MOST_BIASES:
+        message = f"logit_bias must have at most {_MOST_BIASES} entries, got {len(given)} entries"
+        raise Refused(message, param="logit_bias")
+    for token, bias in given.items():
+        number = isinstance(bias, int | float) and not isinstance(bias, bool) and abs(bias) <= _LARGEST_BIAS
+        if not (str(token).isdecimal() and len(str(token)) < 10 and number):
+            rule = f"token ids, each with a number within ± {_LARGEST_BIAS}"
+            raise Refused(f"logit_bias must be {rule}, got {clip(repr({token: bias}))}", param="logit_bias")
+    return tuple(sorted((int(token), float(bias)) for token, bias in given.items()))
+
+
 def _at_most(count: int) -> AfterValidator:
     def check(value: Any, info: ValidationInfo) -> Any:
         if len(value) > count:
@@ -217,19 +233,15 @@ class AnswerBody(RequestBody):
     prompt_cache_retention: Ignored = None
     service_tier: Ignored = None
     store: Annotated[Any, only([False], "answers are not kept")] = None
-    logit_bias: Annotated[Any, only([{}], _UNCONSTRAINED)] = None
-    frequency_penalty: Annotated[Any, only([0], _UNCONSTRAINED)] = None
-    presence_penalty: Annotated[Any, only([0], _UNCONSTRAINED)] = None
-    repetition_penalty: Annotated[Any, only([1], _UNCONSTRAINED)] = None
+    logit_bias: Annotated[Any, AfterValidator(_biases)] = ()
+    frequency_penalty: float = Field(0.0, ge=-2, le=2)
+    presence_penalty: float = Field(0.0, ge=-2, le=2)
+    repetition_penalty: float = Field(1.0, ge=0.01, le=100)
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
     min_tokens: Annotated[Any, only([0], _UNCONSTRAINED)] = None
-
-
-def _text_format(value: Any) -> Any:
-    wanted = value.get("type") if isinstance(value, Mapping) else value
-    if wanted not in (None, "text"):
-        message = f"response_format must be of type 'text', got {clip(repr(wanted))}: {_UNCONSTRAINED}"
-        raise Refused(message, param="response_format")
-    return value
 
 
 _ONLY_TEXT = "the model only writes text"
@@ -245,7 +257,7 @@ class ChatBody(AnswerBody):
     parallel_tool_calls: bool = True
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=MOST_TOP)
-    response_format: Annotated[Any, AfterValidator(_text_format)] = None
+    response_format: Any = None
     modalities: Annotated[Any, only([["text"]], "the model writes text")] = None
     reasoning_effort: Annotated[Any, only(["none"], "the model decides how long it thinks")] = None
     continue_final_message: bool = False

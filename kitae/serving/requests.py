@@ -3,7 +3,7 @@
 import json
 import re
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -13,7 +13,9 @@ from kitae.data.data_files import clip
 from kitae.data.messages import read_message, read_tools
 from kitae.data.pictures import IMAGES, given_of, sources_of
 from kitae.engines.base import SamplingParams, stream_seed
+from kitae.engines.constraint import Constraint
 from kitae.errors import DataError
+from kitae.serving.answer_form import GUIDES, after_thoughts, of_guide, of_response_format, of_tool_choice
 from kitae.serving.base import Ask
 from kitae.serving.prompt_reader import PromptReader
 from kitae.serving.refusals import Refused
@@ -102,7 +104,8 @@ def read_chat(
     if body.top_logprobs and not body.logprobs:
         message = f"top_logprobs needs logprobs = true, got {body.top_logprobs} without it"
         raise Refused(message, param="top_logprobs")
-    id, sampling = f"{id}{uuid.uuid4().hex}", _sampling(body, prompts.chat, _UNBOUNDED)
+    wanted = _form(body, prompts.chat, tool_choice, tools, of_response_format(body.response_format))
+    id, sampling = f"{id}{uuid.uuid4().hex}", _sampling(body, prompts.chat, _UNBOUNDED, form=wanted)
     tokens = None
     if prompts.encodes:
         encode = prompts.encode_continued if body.continue_final_message else prompts.encode_chat
@@ -137,7 +140,7 @@ def read_chat(
 
 def read_completion(body: CompletionBody, prompts: PromptReader, retry: bool = False) -> AnswerOrder:
     id, least = f"cmpl-{uuid.uuid4().hex}", 0 if body.echo else 1
-    sampling = _sampling(body, prompts.chat, _COMPLETION_TOKENS, least)
+    sampling = _sampling(body, prompts.chat, _COMPLETION_TOKENS, least, _guide(body))
     if body.best_of not in (None, body.n):
         message = f"best_of is not supported, only {body.n}: every answer is returned: set n alone; got {body.best_of}"
         raise Refused(message, param="best_of")
@@ -176,7 +179,32 @@ def _usage(body: AnswerBody) -> bool:
     return body.stream_options.include_usage
 
 
-def _sampling(body: AnswerBody, chat: Chat, default: int, least: int = 1) -> SamplingParams:
+def _guide(body: AnswerBody) -> Constraint | None:
+    """What the fields of other servers ask for; at most one of them."""
+    asked = {field: found for field in GUIDES if (found := of_guide(field, getattr(body, field))) is not None}
+    if len(asked) > 1:
+        raise Refused(f"an answer has one form, got {' and '.join(asked)}", param=next(iter(asked)))
+    return next(iter(asked.values()), None)
+
+
+def _form(
+    body: ChatBody, chat: Chat, choice: ToolChoice, tools: Sequence[Tool], format: Constraint | None
+) -> Constraint | None:
+    """What an answer to a chat must match: calls that it must make, else the form that was asked for."""
+    guide = _guide(body)
+    if guide is not None and format is not None:
+        raise Refused("an answer has one form, got response_format and a guided_ field", param="response_format")
+    asked = format if guide is None else guide
+    if not choice.call:
+        return after_thoughts(chat, asked)
+    if asked is not None:
+        raise Refused("an answer is a call or has a form, got tool_choice and response_format", param="tool_choice")
+    return of_tool_choice(chat, tools, single=choice.single or bool(choice.name))
+
+
+def _sampling(
+    body: AnswerBody, chat: Chat, default: int, least: int = 1, form: Constraint | None = None
+) -> SamplingParams:
     """default: of max_tokens, where the body has none; least: the smallest that it may have."""
     given = {n for n in (body.max_tokens, body.max_completion_tokens) if n is not None}
     if len(given) > 1:
@@ -198,6 +226,11 @@ def _sampling(body: AnswerBody, chat: Chat, default: int, least: int = 1) -> Sam
         min_p=body.min_p,
         stop_tokens=(*ends, *body.stop_token_ids),
         stop_strings=body.stop,
+        constraint=form,
+        repetition_penalty=body.repetition_penalty,
+        presence_penalty=body.presence_penalty,
+        frequency_penalty=body.frequency_penalty,
+        logit_bias=body.logit_bias,
     )
 
 

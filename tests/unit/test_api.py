@@ -25,6 +25,7 @@ PROMISED = {
     *("train", "start", "resume", "evaluate", "sample", "sample_to_file", "load"),
     *("batched", "Engine", "Environment", "Observation", "ScoreFunction", "Trainer", "Method", "Observer"),
     *("Prompt", "Message", "Rollout", "Group", "Score", "Result", "Step", "Evaluation", "Selection", "KitaeError"),
+    "Constraint",
 }
 
 RECIPE: dict[str, Any] = {

@@ -21,6 +21,7 @@ import torch
 from kitae.data.pictures import PICTURE
 from kitae.engines.base import Capabilities, Completion, EngineStats, Request, Sampled, WeightUpdate
 from kitae.engines.config import EngineConfig
+from kitae.engines.native import grammars
 from kitae.engines.native.choose_runner import make_runner
 from kitae.engines.native.grammars import Grammars
 from kitae.engines.native.ngram_speculation import DRAFT_TOKENS
@@ -137,7 +138,7 @@ class NativeEngine:
         prior = request.prior
         sampled = list(prior.tokens), list(prior.logprobs), list(prior.versions)
         constraint, following = request.sampling.constraint, None
-        if constraint is not None:
+        if constraint is not None and (constraint.strict or grammars.can_enforce()):
             begin, stops = self._grammars.begin, request.sampling.stop_tokens
             following = await asyncio.to_thread(begin, constraint, stops, prior.tokens)
         kept = KeptLog(self.policy.vocabulary, prior.kept, len(prior.tokens)) if request.keeps else None
@@ -249,10 +250,11 @@ class NativeEngine:
                 f"request {request.id!r}: an answer that is trained on must have {', '.join(s.penalised)} off: the "
                 "trainer's log-probs would be those of other logits"
             )
-        if not s.repetition_penalty > 0:
-            raise RequestError(
-                f"request {request.id!r}: repetition_penalty must be above 0, got {s.repetition_penalty}"
-            )
+        if not 0.01 <= s.repetition_penalty <= 100:  # logits must stay finite: others are in the same step
+            rule = "repetition_penalty must be from 0.01 to 100"
+            raise RequestError(f"request {request.id!r}: {rule}, got {s.repetition_penalty}")
+        if not all(abs(x) <= 1e6 for x in (s.presence_penalty, s.frequency_penalty, *(b for _, b in s.logit_bias))):
+            raise RequestError(f"request {request.id!r}: penalties and biases must be within ± 1e6")
         rows = self.policy.vocabulary
         if wrong := [token for token, _ in s.logit_bias if not 0 <= token < rows]:
             raise RequestError(f"request {request.id!r}: tokens of logit_bias must be in 0…{rows - 1}, got {wrong[0]}")

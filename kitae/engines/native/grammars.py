@@ -5,6 +5,7 @@ compiled, asks for the masks of all rows of a step together, in its threads and 
 what ends an answer: a stop token may come where the text matches, and nowhere else.
 """
 
+import importlib.util
 import json
 import threading
 from collections import OrderedDict
@@ -16,12 +17,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kitae.data.call_grammars import SPACES
 from kitae.engines.constraint import Constraint
 from kitae.errors import RequestError
 from kitae.kept_sets import Words
 
 _REMEMBERED = 64  # constraints that were compiled last
-_WHITESPACE = r"[ \n\r\t]{1,40}"  # between parts of JSON: without an end, models that are lost write nothing else
 _LONGEST = 2**20  # characters of a constraint
 
 
@@ -132,11 +133,15 @@ class Grammars:
         return matcher
 
 
+def can_enforce() -> bool:
+    """Whether the library is installed."""
+    return importlib.util.find_spec("llguidance") is not None
+
+
 def _grammar(library: Any, constraint: Constraint) -> str:
     match constraint.kind:
         case "json_schema":
-            told = {"whitespace_pattern": _WHITESPACE}
-            return str(library.LLMatcher.grammar_from_json_schema(constraint.text, overrides=told))
+            return str(library.LLMatcher.grammar_from_json_schema(constraint.text, overrides=SPACES))
         case "regex":
             return str(library.LLMatcher.grammar_from_regex(constraint.text))
         case "choice":
