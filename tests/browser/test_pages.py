@@ -274,6 +274,7 @@ def test_the_list_is_searched_sorted_and_tagged(page: "Page", seeds: str) -> Non
 def test_seeds_are_one_curve_over_minutes_that_can_be_downloaded(page: "Page", seeds: str) -> None:
     page.goto(f"{seeds}#/compare?runs=one-001,two-001,far-001&metrics=reward&over=time&seeds=together")
     chart = page.locator('[data-chart="reward"]')
+    chart.locator(".legend b", has_text="0.225").wait_for()  # the numbers come after the frame
     with page.expect_download() as download:
         chart.get_by_role("button", name="Download reward").click()
     lines = Path(download.value.path()).read_text().splitlines()
