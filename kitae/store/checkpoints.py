@@ -10,17 +10,19 @@ import json
 import re
 import shutil
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
 from kitae.errors import CorruptError, DiskFullError, StoreError
 from kitae.store.disk import flush, is_full
-from kitae.store.sealed import file_seal
+from kitae.store.sealed import file_seal, take_seals
 
 _MANIFEST = "manifest.json"
 _FRONTIER = "frontier.json"
 _SCRATCH = ".partial-"
+_AT_ONCE = 8  # files that are verified beside each other
 
 _NAME = re.compile(r"step-\d{6,}")  # what else lies there, copies by hand say, is let be
 
@@ -59,7 +61,8 @@ class Checkpoints:
         return sorted((p.name for p in self.folder.iterdir() if p.is_dir() and _NAME.fullmatch(p.name)), key=step_of)
 
     async def save(self, frontier: Frontier, write: Callable[[Path], Awaitable[None]]) -> Path:
-        """`write` fills the folder with the trainer's state. Old checkpoints go only after the new one is safe."""
+        """`write` fills the folder with the trainer's state; what it leaves seals of is not read again. Old checkpoints
+        go only after the new one is safe."""
         target = self.folder / f"step-{frontier.step:06d}"
         if target.exists():
             return target
@@ -84,7 +87,7 @@ class Checkpoints:
 
     def _commit(self, frontier: Frontier, scratch: Path, target: Path) -> None:
         (scratch / _FRONTIER).write_text(json.dumps(asdict(frontier)))
-        sums = {str(p.relative_to(scratch)): file_seal(p) for p in sorted(scratch.rglob("*")) if p.is_file()}
+        sums = {str(path.relative_to(scratch)): seal for path, seal in take_seals(scratch).items()}
         (scratch / _MANIFEST).write_text(json.dumps(sums, indent=2))
         for path in (*scratch.rglob("*"), scratch):
             flush(path)
@@ -169,10 +172,11 @@ def _verify(folder: Path) -> str | None:
         return f"its manifest cannot be read ({error})"
     if _FRONTIER not in sums:
         return f"its manifest does not list {_FRONTIER}"
-    for name, expected in sums.items():
-        path = folder / name
-        if not path.is_file():
-            return f"{name} is missing"
-        if (got := file_seal(path)) != expected:
+    if missing := [name for name in sums if not (folder / name).is_file()]:
+        return f"{missing[0]} is missing"
+    with ThreadPoolExecutor(_AT_ONCE, "verify") as threads:
+        found = [*threads.map(lambda name: file_seal(folder / name), sums)]
+    for (name, expected), got in zip(sums.items(), found, strict=True):
+        if got != expected:
             return f"{name} has checksum {got[:12]}…, expected {expected[:12]}…"
     return None

@@ -216,6 +216,12 @@ def begin_save(state: Mapping[str, Tensor], folder: Path, group: dist.ProcessGro
     return wait
 
 
+def files_of_rank(folder: Path, rank: int) -> list[Path]:
+    """What a rank has written of a state; the first one also writes what there is."""
+    own = (f"__{rank}_*.distcp", *((".metadata",) if rank == 0 else ()))
+    return [path for pattern in own for path in (folder / FOLDER).glob(pattern)]
+
+
 def load(folder: Path, blank: Blank, group: dist.ProcessGroup | None) -> dict[str, Tensor]:
     """The state saved in a folder, in tensors that `blank` makes. All ranks must call it; group None: one process."""
     if (folder / FOLDER).is_dir():

@@ -93,6 +93,7 @@ class Rank(Served):
         self._publisher: OwnPublisher | None = None
         self._blocks: Mapping[str, Place] = {}  # that it publishes
         self._saving: Callable[[], None] = lambda: None
+        self._saved_in = Path()
         self._standing = Standing()
         self._threads = torch.get_num_threads()  # a thread begins with as many as there are cores
         policy = worker.policy
@@ -194,11 +195,17 @@ class Rank(Served):
 
     def _begin_save(self, header: Header, arrays: Arrays) -> Reply:
         """Returns when the state is copied."""
-        self._saving = self.worker.begin_save(Path(header["folder"]))
+        self._saving, self._saved_in = self.worker.begin_save(Path(header["folder"])), Path(header["folder"])
         return {}, {}
 
     def _end_save(self, header: Header, arrays: Arrays) -> Reply:
+        """Each rank sums up what it has written."""
+        from kitae.store.sealed import leave_seal
+        from kitae.trainer.training_worker import files_of_rank
+
         self._saving()
+        for path in files_of_rank(self._saved_in, self.number):
+            leave_seal(path)
         return {}, {}
 
     def _load(self, header: Header, arrays: Arrays) -> Reply:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from kitae.errors import CorruptError, StoreError
+from kitae.store import sealed
 from kitae.store.checkpoints import Checkpoints, Frontier
 from kitae.store.disk import flush
 
@@ -46,6 +47,28 @@ def test_round_trip(checkpoints: Checkpoints) -> None:
     frontier, folder = checkpoints.load()
     assert frontier == Frontier(step=3, updates=6)
     assert (folder / "weights.bin").read_bytes() == b"3" * 1000
+
+
+def test_what_ranks_have_summed_up_is_not_read_again(checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+    plain = sealed.file_seal
+    monkeypatch.setattr(sealed, "file_seal", lambda path: (read.append(path.name), plain(path))[1])
+
+    def write_parts(folder: Path) -> None:
+        (folder / "sharded").mkdir()
+        for rank in range(2):
+            path = folder / "sharded" / f"__{rank}_0.distcp"
+            path.write_bytes(bytes([rank]) * 1000)
+            sealed.leave_seal(path)
+        read.clear()
+
+    target = save_with(checkpoints, Frontier(3, 6), write_parts)
+    assert read == ["frontier.json"], "the controller reads no shard"
+    assert sorted(path.name for path in (target / "sharded").iterdir()) == ["__0_0.distcp", "__1_0.distcp"]
+    assert checkpoints.load()[1] == target
+    (target / "sharded" / "__1_0.distcp").write_bytes(b"4")
+    with pytest.raises(CorruptError, match=r"__1_0\.distcp has checksum"):
+        checkpoints.load()
 
 
 def test_files_in_folders_are_checked_too(checkpoints: Checkpoints) -> None:

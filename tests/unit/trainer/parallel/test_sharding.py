@@ -21,6 +21,7 @@ from kitae.models.policy import Policy
 from kitae.models.scalar import ScalarModel
 from kitae.trainer.parallel.mesh import Mesh, Parallel
 from kitae.trainer.parallel.sharding import shard, split_experts
+from kitae.trainer.training_worker import files_of_rank
 
 TinyFolder = Callable[[str], Path]
 MOVING = {**PPO, "kl_coef": 0.1, "reference": "ema", "reference_every": 1, "reference_mix": 0.25}
@@ -193,6 +194,14 @@ def test_a_rank_goes_on_from_what_one_process_saved(tiny_folder: TinyFolder, tmp
     saved = save(task, tmp_path)
     with one_rank(tmp_path):
         same(saved, load(replace(task, case=replace(case, parallel=Parallel())), tmp_path), 1e-5)
+
+
+def test_each_file_of_a_checkpoint_is_of_some_rank(tiny_folder: TinyFolder, tmp_path: Path) -> None:
+    """So that it is summed up by who wrote it."""
+    with one_rank(tmp_path):
+        Crew.of(str(tiny_folder("llama")), Case(plain(), Parallel())).worker.save(tmp_path / "saved")
+    written = {path for path in (tmp_path / "saved").rglob("*") if path.is_file()}
+    assert written == {*files_of_rank(tmp_path / "saved", 0)} and not files_of_rank(tmp_path / "saved", 1)
 
 
 def test_a_folder_without_a_state_is_refused(tiny_folder: TinyFolder, tmp_path: Path) -> None:
