@@ -144,7 +144,9 @@ class Chat:
         """The text that the template makes of messages; `generate` adds what the model answers after."""
         pictures = list(sources_of(messages))
         if pictures and (self._pictures is None or self.plain):
-            raise DataError("a message shows a picture, but the model has no processor of pictures or no chat template")
+            raise DataError(
+                "a message shows a picture, but the model has no processor of pictures that Kitae knows, or no template"
+            )
         if self._pictures is not None:
             messages = [self._shielded(m, self._of_pictures) for m in messages]
         turns = [as_dict(m) for m in messages]

@@ -17,6 +17,19 @@ from typing import Any
 from kitae.data.pictures import SHELF, Shelf, mark, opened
 from kitae.errors import DataError, ModelError
 
+FAMILIES = (
+    "smolvlm",
+    "idefics3",
+    "llava_onevision",
+    "internvl",
+    "qwen2_vl",
+    "qwen2_5_vl",
+    "qwen3_vl",
+    "qwen3_5",
+)
+"""Families that see: small models of each are compared with transformers by a test. In others (Gemma 3) places of a
+picture may see each other in both directions, say, which Kitae's attention does not do."""
+
 FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 """Of a model's folder, beside those of its tokenizer: an export has them too."""
 
@@ -102,14 +115,13 @@ class PictureReader:
 
 
 def read_processor(folder: Path, config: Any, tokenizer: Any) -> PictureReader | None:
-    """The reader of the model in a folder; None: it has no processor of pictures, or is a model of text."""
+    """The reader of the model in a folder; None: it has no processor of pictures, or is of a family that was not
+    compared with transformers, whose pictures nobody may be shown."""
     from transformers import AutoImageProcessor
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
-    if not hasattr(config, "vision_config") or not any((folder / name).is_file() for name in FILES[:2]):
+    if config.model_type not in FAMILIES or not any((folder / name).is_file() for name in FILES[:2]):
         return None
-    if type(config) not in PROCESSOR_MAPPING:
-        raise ModelError(f"a model that sees must have a processor in transformers, got {type(config).__name__}")
     family = PROCESSOR_MAPPING[type(config)]
     if (soft := getattr(config, "image_token_id", None)) is None:
         raise ModelError(f"a model that sees must name the token of a picture, got {type(config).__name__} without one")

@@ -7,20 +7,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+from kitae.models.picture_reader import FAMILIES
 from kitae.models.quiet import quiet_transformers
 from kitae.models.tiny import make_tiny, make_tokenizer
-
-SEEING = (
-    "smolvlm",
-    "idefics3",
-    "llava_onevision",
-    "internvl",
-    "qwen2_vl",
-    "qwen2_5_vl",
-    "qwen3_vl",
-    "qwen3_5",
-)
-"""Families that see and run."""
 
 _QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5")
 _SIDE = 32  # pixels of a picture's tile
@@ -38,7 +27,7 @@ def make_seeing(
     folder: Path, family: str = "smolvlm", *, seed: int = 0, hidden: int = 64, layers: int = 2, context: int = 1024,
     side: int = _SIDE, patch: int = 8,
 ) -> Path:  # fmt: skip
-    """Write a random model of one of the families `SEEING`, its processor and its tokenizer to `folder`.
+    """Write a random model of one of the families `FAMILIES`, its processor and its tokenizer to `folder`.
 
     side: of the tiles that the tower reads, in pixels; patch: of the squares that it cuts them into.
     """
@@ -66,7 +55,7 @@ def make_seeing(
 
 def make_random(folder: Path, family: str) -> Path:
     """A tiny random model of a family that sees or of another one."""
-    return make_seeing(folder, family) if family in SEEING else make_tiny(folder, family)
+    return make_seeing(folder, family) if family in FAMILIES else make_tiny(folder, family)
 
 
 def _tokenizer(family: str) -> Any:

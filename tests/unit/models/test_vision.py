@@ -11,7 +11,7 @@ import pytest
 import torch
 from seeing import asked, folder_of, load, picture, source
 from torch import Tensor
-from transformers import AutoModelForImageTextToText
+from transformers import AutoConfig, AutoModelForImageTextToText
 
 from kitae.data.chat import Chat
 from kitae.data.packing import lay_out
@@ -20,8 +20,8 @@ from kitae.engines.base import Request, SamplingParams
 from kitae.engines.config import EngineConfig
 from kitae.engines.native.engine import NativeEngine
 from kitae.errors import DataError, RequestError
+from kitae.models.picture_reader import FAMILIES, read_processor
 from kitae.models.policy import Policy
-from kitae.models.tiny_seeing import SEEING
 from kitae.trainer.config import LearningConfig
 from kitae.trainer.forward import MicroBatch
 from kitae.trainer.objectives import PolicyScorer
@@ -75,7 +75,7 @@ async def sample(policy: Policy, prompts: list[tuple[int, ...]], config: EngineC
 
 
 @pytest.mark.thorough(keep=3)
-@pytest.mark.parametrize("family", SEEING)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_tokens_and_log_probs_are_those_of_transformers(family: str, root: Path) -> None:
     """Two pictures in a prompt, beside prompts with one and with none in the same batch."""
     folder = folder_of(family, root)
@@ -125,7 +125,7 @@ def gradients(policy: Policy, rows: list[list[Sample]], share: bool) -> tuple[di
 
 
 @pytest.mark.thorough(keep=2)
-@pytest.mark.parametrize("family", SEEING)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_packed_rows_give_the_gradients_of_separate_ones(family: str, root: Path) -> None:
     """Of the tower too, where it is trained; a picture that two prompts show is computed once."""
     policy = load(folder_of(family, root), train_vision=True)
@@ -216,3 +216,12 @@ def test_samples_that_look_alike_and_show_others_are_other_prompts(root: Path) -
                     mask_T=np.arange(len(p) + 2) >= len(p), weight_T=np.ones(len(p) + 2, np.float32))
             for p in (one, two)]  # fmt: skip
     assert len(lay_out(rows).spans) == 4
+
+
+def test_a_family_that_was_not_compared_is_a_model_of_text(root: Path, tmp_path: Path) -> None:
+    """Gemma 3 lets the places of a picture see each other: shown as it is, it would learn from other log-probs."""
+    folder = folder_of("smolvlm", root)
+    reader, config = load(folder).vision, AutoConfig.from_pretrained(folder)
+    assert reader is not None and read_processor(folder, config, reader.reader.processor.tokenizer) is not None
+    config.model_type = "gemma3"
+    assert read_processor(folder, config, reader.reader.processor.tokenizer) is None
