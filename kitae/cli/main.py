@@ -33,6 +33,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "recipes": ("recipes.recipes", "List the recipes that come with Kitae."),
     "algorithms": ("choices.algorithms", "List the algorithms, or explain one."),
     "validate": ("verify.validate", "Check that reference answers score 1 under the verifier."),
+    "tasks": ("software.tasks", "Write tasks about software for agents with a shell."),
     "data": ("data.data", "Inspect a recipe's data: tokens, duplicates, overlap."),
     "verifiers": ("verify.verifiers", "List the verifiers, each with an example."),
     "verify": ("verify.verify", "Score a file of responses."),

@@ -15,6 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from kitae.cli.arguments import Overrides, Recipe
+from kitae.cli.software import validate_tasks
 from kitae.config.locate import find_recipe
 from kitae.config.recipe import load_config
 from kitae.config.root import reinforcement
@@ -30,6 +31,7 @@ from kitae.verifiers.score_calls import check_params
 from kitae.verifiers.verifier_registry import VERIFIERS, resolve
 
 _RIGHT = 0.5  # labels and scores above this say that an answer is right
+_TESTS = 900.0  # seconds for the tests of a task folder
 _WRONG = 16  # answers to other prompts that are tried
 _GENERATED = 256  # problems of a task that has no end
 _AHEAD = 16_384  # rows under way at most: many may hang without holding up the others
@@ -101,10 +103,18 @@ def validate(
 
     Scores the references of a recipe's data with its verifier, and lists those that do not score 1. With --labels:
     scores these answers, and says how far it agrees with their labels.
+    Of tasks for agents with a shell (a recipe with env.name = "shell", or a folder of tasks), the solution must pass
+    and nothing must fail.
     """
+    if Path(recipe).is_dir() and Path(recipe).suffix != ".toml":
+        validate_tasks({"tasks": str(recipe), **_params(overrides or [])}, 1, _TESTS, limit)
+        return
     config = reinforcement(load_config(find_recipe(recipe), overrides or []), "kitae validate")
     if labels is not None:
         _agree(config.verifier, list(_read(labels)), labels)
+        return
+    if config.env.name == "shell":
+        validate_tasks(dict(config.env.params), config.env.turns, config.env.seconds, limit)
         return
     stream = open_stream(config.data, config.run.seed)
     prompts = [stream.at(position) for position in range(limit or stream.size or _GENERATED)]
@@ -147,6 +157,12 @@ def _agree(verifier: VerifierConfig, rows: list[dict[str, Any]], source: Path) -
     print(f"{len(rows)} labelled answers, {len(rows) - len(pairs)} not judged; agreement {agreed:.3f}, kappa {kappa}")
     print(f"right and scored so {count[True, True]}, wrong and scored so {count[False, False]}")
     print(f"right but scored wrong {count[True, False]}, wrong but scored right {count[False, True]}")
+def _params(overrides: list[str]) -> dict[str, Any]:
+    """`["env.params.box=container"]`: of a folder of tasks, which has no recipe."""
+    for override in overrides:
+        if not override.startswith("env.params."):
+            raise DataError(f"a folder of tasks takes env.params, got {override!r}")
+    return dict(_parse_option(override.removeprefix("env.params.")) for override in overrides)
 
 
 async def _score(

@@ -61,6 +61,13 @@ def _verifiers(params: Params, hidden: Sequence[Path] = ()) -> World:
     return VerifiersWorld(params, hidden)
 
 
+def _shell(params: Params, turns: int = 8, seconds: float = 60.0) -> World:
+    """An agent with a shell in a box, and tests that judge what it leaves there."""
+    from kitae.envs.shell.shell_world import Shell
+
+    return Shell(params, turns, seconds)
+
+
 WORLDS: dict[str, Callable[..., World]] = {
     "single": _single,
     "tools": Tools,
@@ -68,6 +75,7 @@ WORLDS: dict[str, Callable[..., World]] = {
     "mcp": Mcp,
     "command": _command,
     "verifiers": _verifiers,
+    "shell": _shell,
 }
 
 _PROGRAMS = ("command", "verifiers", "mcp")  # what the model writes may run in them
@@ -83,6 +91,8 @@ def open_world(config: EnvConfig, hidden: Sequence[Path] = ()) -> World:
         hint = nearest(config.name, WORLDS)
         raise ConfigError(f"env.name must be one of {known}, or file.py:Class, got {config.name!r}{hint}")
     params = {**config.params, "command": config.command} if config.command else config.params
+    if config.name == "shell":
+        return _shell(params, config.turns, config.seconds)
     return WORLDS[config.name](params, hidden) if config.name in _PROGRAMS else WORLDS[config.name](params)
 
 

@@ -64,6 +64,11 @@ class BoxWorld:
     kind: str
     data: bytes
 
+    def over(self, below: "BoxWorld") -> "BoxWorld":
+        """These files laid over those of another world; both are tar files."""
+        assert self.kind == below.kind == "tar", f"only tar files can be laid over each other, got {self.kind}"
+        return BoxWorld("tar", below.data + self.data)
+
 
 class Box(Protocol):
     """One request at a time. Every method raises `BoxLost` if the box is gone."""
@@ -75,7 +80,7 @@ class Box(Protocol):
     async def read(self, path: str, most: int = 2**24) -> bytes: ...
     async def write(self, path: str, data: bytes, mode: int = 0o644) -> None: ...
     async def snapshot(self, folders: Sequence[str] = ("/",)) -> BoxWorld:
-        """The files below these folders, without those of the system beneath."""
+        """The files below these folders, without those of the system beneath. All processes stand still meanwhile."""
         ...
 
     async def close(self) -> None: ...

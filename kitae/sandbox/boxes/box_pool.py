@@ -28,7 +28,9 @@ class BoxPool:
         self._warming: asyncio.Task[None] | None = None
         self._worlds: OrderedDict[str, asyncio.Future[BoxWorld]] = OrderedDict()
 
-    async def world(self, name: str, make: Callable[[Box], Awaitable[BoxWorld]]) -> BoxWorld:
+    async def world(
+        self, name: str, make: Callable[[Box], Awaitable[BoxWorld]], limits: BoxLimits | None = None
+    ) -> BoxWorld:
         """The world of this name; `make` gets a box to make it in. If that fails, who asks next tries again."""
         known = self._worlds.get(name)
         if known is not None:
@@ -41,7 +43,7 @@ class BoxPool:
         while len(self._worlds) > _WORLDS:
             self._worlds.popitem(last=False)
         try:
-            box = await self.take()
+            box = await self.take(limits=limits)
             try:
                 made.set_result(await make(box))
             finally:
@@ -53,11 +55,12 @@ class BoxPool:
             raise
         return made.result()
 
-    async def take(self, world: BoxWorld | None = None) -> Box:
+    async def take(self, world: BoxWorld | None = None, limits: BoxLimits | None = None) -> Box:
+        limits = limits or self.limits
         await self._room.acquire()
         try:
-            box = await self._warm_one() if world is None else None
-            return box or await self._opened(world)
+            box = await self._warm_one() if world is None and limits == self.limits else None
+            return box or await self._opened(world, limits)
         except BaseException:
             self._room.release()
             raise
@@ -91,10 +94,10 @@ class BoxPool:
                 await box.close()
         return None
 
-    async def _opened(self, world: BoxWorld | None) -> Box:
+    async def _opened(self, world: BoxWorld | None, limits: BoxLimits) -> Box:
         for attempt in range(_TRIES):
             try:
-                return await self.boxes.open(self.limits, world)
+                return await self.boxes.open(limits, world)
             except BoxLost:
                 self.lost += 1
                 if attempt == _TRIES - 1:

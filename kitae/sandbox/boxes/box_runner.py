@@ -166,15 +166,19 @@ class Runner:
         return {}, b""
 
     def do_pack(self, data: bytes, folders: list[str]) -> tuple[dict[str, Any], bytes]:
+        """Nothing moves meanwhile: a link that takes a folder's place would put files where none of them was."""
         out, own = io.BytesIO(), os.stat("/").st_dev
-        with tarfile.open(fileobj=out, mode="w") as tar:
-            for folder in folders:
-                for place, names, files in os.walk(folder):
-                    names[:] = [n for n in names if os.lstat(os.path.join(place, n)).st_dev == own]
-                    links = [n for n in names if os.path.islink(os.path.join(place, n))]
-                    for path in [place, *(os.path.join(place, n) for n in [*files, *links])]:
-                        with contextlib.suppress(FileNotFoundError):
+        signal_all(signal.SIGSTOP)
+        try:
+            with tarfile.open(fileobj=out, mode="w") as tar:
+                for folder in folders:
+                    for place, names, files in os.walk(folder):
+                        names[:] = [n for n in names if os.lstat(os.path.join(place, n)).st_dev == own]
+                        links = [n for n in names if os.path.islink(os.path.join(place, n))]
+                        for path in [place, *(os.path.join(place, n) for n in [*files, *links])]:
                             self.pack(tar, path, own)
+        finally:
+            signal_all(signal.SIGCONT)
         return {}, out.getvalue()
 
     def pack(self, tar: tarfile.TarFile, path: str, own: int) -> None:
@@ -188,11 +192,16 @@ class Runner:
             tar.addfile(info)
 
     def do_unpack(self, data: bytes) -> tuple[dict[str, Any], bytes]:
-        with tarfile.open(fileobj=io.BytesIO(data)) as tar:
+        with tarfile.open(fileobj=io.BytesIO(data), ignore_zeros=True) as tar:  # one after the other
             for member in tar:
                 if not os.path.lexists(f"/{member.name}") or member.isreg():
                     tar.extract(member, "/", filter="fully_trusted")  # all of it stays in this box
         return {}, b""
+
+
+def signal_all(number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(-1, number)
 
 
 def take(size: int) -> bytes:

@@ -70,13 +70,12 @@ class ContainerBoxes:
         self._images.append(image)
 
     async def build(self, folder: Path) -> str:
-        """The image of a folder with a Dockerfile, which is used from now on. Raises `ConfigError` if it fails."""
+        """The image of a folder with a Dockerfile. Raises `ConfigError` if it fails."""
         name = f"kitae-{uuid.uuid4().hex[:12]}"
         status, said = await self.ask(["build", "-t", name, str(folder)], seconds=_BUILD)
         if status:
             raise ConfigError(f"{folder}/Dockerfile: {said.decode(errors='replace').strip()[-800:]}")
         self.keep(name)
-        self._image = name
         return name
 
     def _words(self, limits: BoxLimits) -> list[str]:

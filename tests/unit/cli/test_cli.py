@@ -30,7 +30,19 @@ from kitae.types import Message, Prompt, Rollout, Score, Segment, ToolCall
 
 COMMANDS = (
     *("train", "resume", "scale", "sample", "chain", "export", "runs", "compare", "clean", "eval", "suites", "show"),
-    *("diagnose", "replay", "plot", "simulate", "import", "recipes", "algorithms", "validate", "data", "verifiers"),
+    *(
+        "diagnose",
+        "replay",
+        "plot",
+        "simulate",
+        "import",
+        "recipes",
+        "algorithms",
+        "validate",
+        "tasks",
+        "data",
+        "verifiers",
+    ),
     *("verify", "environments", "ui", "serve", "tinker", "sandbox-host", "report", "doctor"),
 )
 
