@@ -20,7 +20,7 @@ def sandbox_host(
     most: Annotated[int, typer.Option(min=1, help="Boxes at the same time.")] = 64,
     idle: Annotated[float, typer.Option(min=1, help="Seconds until a box is closed that nobody uses.")] = 900,
 ) -> None:
-    """Open sandboxes here for the agents of runs on other machines."""
+    """Open sandboxes here for runs on other machines."""
     key = os.environ.get(key_env, "").strip()
     if len(key) < 16:
         raise ConfigError(f"the variable {key_env} must hold a key of at least 16 characters, got {len(key)}")

@@ -17,9 +17,9 @@ def tasks(
     count: Annotated[int, typer.Option(min=1, help="How many.")] = 320,
     seed: Annotated[int, typer.Option(help="Which faults are drawn.")] = 0,
 ) -> None:
-    """Write tasks about software: small modules with a fault each, in Harbor's format.
+    """Write tasks about software for agents with a shell.
 
-    Train on them with env.name=shell env.params.tasks=FOLDER, and check them with `kitae validate FOLDER`.
+    Small modules with a fault each, in Harbor's format. Train on them with env.name=shell env.params.tasks=FOLDER, and check them with `kitae validate FOLDER`.
     """
     from kitae.envs.shell.software_tasks import write_tasks
 

@@ -29,6 +29,7 @@ _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/etc
 _NAMES = ("/run/systemd/resolve", "/run/resolvconf", "/run/NetworkManager")  # where /etc/resolv.conf may lead
 _PASSWORDS = ("/etc/shadow", "/etc/gshadow", "/etc/shadow-", "/etc/gshadow-")
 _FACTS = ("cpuinfo", "meminfo", "stat", "version", "loadavg", "uptime", "filesystems")  # of the machine, in /proc
+_ROOTS = ("sys", "fs", "acpi", "tty", "mtrr", "scsi", "sysrq-trigger")
 _RUNS = ("*/journal.sqlite", "*/*/journal.sqlite")
 _TOO_MUCH = (Path("/"), Path.home())  # never shown whole
 _BINARIES = ("bin", "shims")  # folders of programs, whose libraries lie beside them
@@ -62,7 +63,7 @@ def sandboxed(
     if guarded:
         words += ["--dir", "/proc", *_bound("--ro-bind-try", (Path("/proc", name) for name in _FACTS))]
     else:
-        words += ["--proc", "/proc"]
+        words += own_proc()
     folder, writable = folder.absolute(), list(writable)
     program = folder / command[0] if "/" in command[0] else Path(shutil.which(command[0], path=path) or command[0])
     named = [Path(word) for word in command[1:] if os.path.isabs(word) and Path(word) not in _TOO_MUCH]
@@ -75,6 +76,12 @@ def sandboxed(
     for hole in _masked([*shown, *writable], [*map(Path, _PASSWORDS), *hidden], folder):
         words += ["--tmpfs", hole, "--remount-ro", hole] if os.path.isdir(hole) else ["--ro-bind", os.devnull, hole]
     return [*words, "--chdir", str(folder), "--", *command]
+
+
+def own_proc() -> list[str]:
+    """A /proc of the sandbox's own processes. What belongs to root there (settings of the kernel) is read-only: who is
+    root outside owns it inside, too, and needs no capability to write it."""
+    return ["--proc", "/proc", *_bound("--ro-bind-try", (Path("/proc", name) for name in _ROOTS))]
 
 
 def places(paths: Sequence[str]) -> list[Path]:

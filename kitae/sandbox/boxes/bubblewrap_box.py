@@ -20,7 +20,7 @@ from kitae.errors import ConfigError
 from kitae.sandbox.backends import python_folders
 from kitae.sandbox.boxes.allowed_hosts import AllowedHosts
 from kitae.sandbox.boxes.base import BoxLimits, BoxLost, BoxRefused, BoxWorld, Ran
-from kitae.sandbox.program_sandbox import bwrap_program
+from kitae.sandbox.program_sandbox import bwrap_program, own_proc
 from kitae.sandbox.seccomp import filter_fd
 
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
@@ -85,7 +85,7 @@ class BubblewrapBoxes:
         ]
         for name, value in {**_VARIABLES, **(hosts.variables if hosts else {}), **self._variables}.items():
             words += ["--setenv", name, value]
-        words += [*size, "--tmpfs", "/", "--proc", "/proc", "--dev", "/dev", *size, "--tmpfs", "/dev/shm"]
+        words += [*size, "--tmpfs", "/", *own_proc(), "--dev", "/dev", *size, "--tmpfs", "/dev/shm"]
         words += ["--remount-ro", "/dev"]
         for folder in _FOLDERS:
             words += ["--perms", "1777" if folder.endswith("tmp") else "0755", "--dir", folder]
