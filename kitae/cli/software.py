@@ -19,7 +19,8 @@ def tasks(
 ) -> None:
     """Write tasks about software for agents with a shell.
 
-    Small modules with a fault each, in Harbor's format. Train on them with env.name=shell env.params.tasks=FOLDER, and check them with `kitae validate FOLDER`.
+    Small modules with a fault each, in Harbor's format. Train on them with env.name=shell env.params.tasks=FOLDER, and
+    check them with `kitae validate FOLDER`.
     """
     from kitae.envs.shell.software_tasks import write_tasks
 
