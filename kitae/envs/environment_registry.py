@@ -11,6 +11,7 @@ from kitae.envs.blocking_calls import in_thread
 from kitae.envs.config import EnvConfig
 from kitae.envs.games.game_world import Games
 from kitae.envs.mcp.mcp_world import Mcp
+from kitae.envs.openenv.openenv_world import OpenEnv
 from kitae.envs.tools.tool_world import Tools
 from kitae.errors import ConfigError
 from kitae.plugins import is_plugin, load_function, nearest
@@ -76,6 +77,7 @@ WORLDS: dict[str, Callable[..., World]] = {
     "command": _command,
     "verifiers": _verifiers,
     "shell": _shell,
+    "openenv": OpenEnv,
 }
 
 _PROGRAMS = ("command", "verifiers", "mcp")  # what the model writes may run in them
