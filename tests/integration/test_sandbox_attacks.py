@@ -750,7 +750,7 @@ ESCAPES = {
     "writes to the Python": "import os\ndef f():\n    open(os.path.join(os.path.dirname(os.__file__), 'kitae_attack.py'), 'w')\n    return True",
     "writes to /": "def f():\n    open('/kitae-attack', 'w').write('x')\n    return True",
     "writes to /etc": "def f():\n    open('/etc/kitae-attack', 'w').write('x')\n    return True",
-    "writes to /proc/sys": "def f():\n    open('/proc/sys/kernel/core_pattern', 'w').write('x')\n    return True",
+    "writes to /proc/sys": "def f():\n    open('/proc/sys/kernel/core_pattern', 'r+b', 0)\n    return True",
     "sysrq": "def f():\n    open('/proc/sysrq-trigger', 'w').write('h')\n    return True",
     "sees other processes": "import os\ndef f():\n    return sum(name.isdigit() for name in os.listdir('/proc')) > 3",
     "kills process 1": "import os\ndef f():\n    for s in (9, 15, 2, 19): os.kill(1, s)\n    import time; time.sleep(0.2)\n    return os.path.exists('/proc/1/mem') is False",
