@@ -157,6 +157,8 @@ def _agree(verifier: VerifierConfig, rows: list[dict[str, Any]], source: Path) -
     print(f"{len(rows)} labelled answers, {len(rows) - len(pairs)} not judged; agreement {agreed:.3f}, kappa {kappa}")
     print(f"right and scored so {count[True, True]}, wrong and scored so {count[False, False]}")
     print(f"right but scored wrong {count[True, False]}, wrong but scored right {count[False, True]}")
+
+
 def _params(overrides: list[str]) -> dict[str, Any]:
     """`["env.params.box=container"]`: of a folder of tasks, which has no recipe."""
     for override in overrides:

@@ -77,6 +77,8 @@ def begin_scalar(config: ModelConfig, seed: int, load: Load = load_policy) -> "S
     if is_classifier(folder):
         return load_scalar(config, seed)
     policy = load(config, seed)
+    if policy.vision is not None:  # its spans are scored at positions in a row
+        raise ModelError(f"a reward model must begin with a model of text, got {config.path}, which sees")
     classifier_class(policy.base.config, config.path)  # raises if the result could not be exported
     return ScalarModel(policy, bias=False)
 

@@ -19,7 +19,9 @@ from kitae.data.pictures import PICTURE, SHELF, is_picture
 from kitae.engines.base import Request, SamplingParams
 from kitae.engines.config import EngineConfig
 from kitae.engines.native.engine import NativeEngine
-from kitae.errors import DataError, RequestError
+from kitae.errors import DataError, ModelError, RequestError
+from kitae.models.classifier import begin_scalar
+from kitae.models.config import ModelConfig
 from kitae.models.picture_reader import FAMILIES, read_processor
 from kitae.models.policy import Policy
 from kitae.trainer.config import LearningConfig
@@ -225,3 +227,9 @@ def test_a_family_that_was_not_compared_is_a_model_of_text(root: Path, tmp_path:
     assert reader is not None and read_processor(folder, config, reader.reader.processor.tokenizer) is not None
     config.model_type = "gemma3"
     assert read_processor(folder, config, reader.reader.processor.tokenizer) is None
+
+
+def test_a_model_that_sees_is_no_reward_model(root: Path) -> None:
+    """Its spans would be scored at positions in a row; transformers has a classifier for this family."""
+    with pytest.raises(ModelError, match="must begin with a model of text"):
+        begin_scalar(ModelConfig(path=str(folder_of("qwen3_5", root)), dtype="float32", device="cpu"), seed=1)

@@ -1,5 +1,7 @@
-"""What programs try from within boxes, and faults of boxes while they work; attempts that would change this machine stop
-short of it. In every kind that runs here."""
+"""What programs try from within boxes, and faults of boxes while they work, in every kind that runs here.
+
+Attempts at the settings of this machine stop short of changing them.
+"""
 
 import asyncio
 import os
