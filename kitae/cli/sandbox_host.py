@@ -1,4 +1,4 @@
-"""`kitae sandbox-host`: boxes for the agents of runs on other machines."""
+"""`kitae sandbox-host`: opens sandboxes for runs on other machines."""
 
 import asyncio
 import os

@@ -1,9 +1,10 @@
 """The decoder of a model, and what its config says of it, whatever names and places a family has for them."""
 
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import nn
+if TYPE_CHECKING:
+    from torch.nn import Module
 
 _CONTEXT = (
     "max_position_embeddings",
@@ -25,10 +26,12 @@ def decoder_of(model: Any) -> Any:
     return found
 
 
-def layers_of(model: Any) -> Iterable[nn.Module]:
+def layers_of(model: Any) -> Iterable["Module"]:
     """The decoder's layers."""
+    from torch.nn import ModuleList
+
     count = int(model.config.get_text_config().num_hidden_layers)
-    return next(m for m in decoder_of(model).modules() if isinstance(m, nn.ModuleList) and len(m) == count)
+    return next(m for m in decoder_of(model).modules() if isinstance(m, ModuleList) and len(m) == count)
 
 
 def setting(config: Any, name: str, default: Any = None) -> Any:

@@ -12,9 +12,10 @@ import pytest
 from kitae.engines.config import EngineConfig
 from kitae.engines.native import engine
 from kitae.engines.native.page_cache import KVCache
-from kitae.engines.native.runner import ModelRunner, Result
+from kitae.engines.native.runner import ModelRunner, Result, StepTokens
 from kitae.engines.native.scheduler import Admission
 from kitae.engines.native.sequence import Decoding, Sketch
+from kitae.kept_sets import Words
 from kitae.models.policy import Policy
 
 sys.path.append(str(Path(__file__).parent))
@@ -51,21 +52,21 @@ class LateRunner(ModelRunner):
         self.rows = mine
         self.ended &= mine.keys()
         active = [s for s in running if id(s) not in self.ended]
-        nothing: tuple[int, float, Sketch] = (-1, 0.0, ())
+        nothing: tuple[int, float, Sketch, Words | None] = (-1, 0.0, (), None)
         drawn = {id(s): [nothing] * width for s in running}
         if active:
             all_drawn = list(zip(*super().decode([mine[id(s)][1] for s in active], width)(), strict=True))
             for i, s in enumerate(active):
                 own = mine[id(s)][1]
-                for j, (token, logprob, sketch) in enumerate(all_drawn[i * width : (i + 1) * width]):
+                for j, (token, logprob, sketch, kept) in enumerate(all_drawn[i * width : (i + 1) * width]):
                     if token < 0 or id(s) in self.ended:
                         break
                     own.tokens.append(token)
-                    drawn[id(s)][j] = token, logprob, sketch
+                    drawn[id(s)][j] = token, logprob, sketch, kept
                     if token in s.request.sampling.stop_tokens or len(own.tokens) >= s.limit:
                         self.ended.add(id(s))
         out = [row for s in running for row in drawn[id(s)]]
-        return lambda: ([row[0] for row in out], [row[1] for row in out], [row[2] for row in out])
+        return lambda: StepTokens(*([row[place] for row in out] for place in range(4)))
 
 
 @pytest.fixture(autouse=True)

@@ -100,8 +100,8 @@ def test_seeds():
     ("params", "complaint"),
     [
         ({}, "env.params.game: the environment 'games' needs it"),
-        ({"game": "chess"}, "must be guess, textarena:NAME or gymnasium:NAME, got 'chess'"),
-        ({"game": "textarena:"}, "must be guess, textarena:NAME"),
+        ({"game": "chess"}, "must be guess, lake, keys, kuhn, textarena:NAME or gymnasium:NAME, got 'chess'"),
+        ({"game": "textarena:"}, "must be guess, lake, keys, kuhn, textarena:NAME"),
         ({"game": "guess", "options": {"high": 1}}, "env.params.options.high"),
         ({"game": "guess", "options": {"hihg": 9}}, "did you mean 'high'"),
     ],

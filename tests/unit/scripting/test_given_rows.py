@@ -69,6 +69,7 @@ def test_values_that_json_has_not() -> None:
         "day": datetime.date(2026, 1, 31),
         "price": Decimal("1.50"),
         "picture": b"\x89PNG",
+        "bytes": b"\x00abc",
         "set": {7},
         "inner": {"a": (1, None)},
     }
@@ -79,7 +80,8 @@ def test_values_that_json_has_not() -> None:
             "array": [[1, 2]],
             "day": "2026-01-31",
             "price": "1.50",
-            "picture": "(4 bytes)",
+            "picture": "data:image/png;base64,iVBORw==",
+            "bytes": "(4 bytes)",
             "set": [7],
             "inner": {"a": [1, None]},
         }
