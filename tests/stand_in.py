@@ -225,7 +225,7 @@ class StandIn:
             stop_tokens=tuple(s.get("stop_token_ids", ())),
         )
         name = body.get("request_id", "unnamed")
-        asked = Request(f"generate-tokens-{name}", tuple(tokens), params, s.get("seed", 0), share=str(tokens))
+        asked = Request(f"generate-tokens-{name}", tuple(tokens), params, s.get("seed") or 0, share=str(tokens))
         if not body.get("stream"):
             done = await self.engine.generate(asked)
             content = [{"token_id": t, "logprob": x} for t, x in zip(done.tokens, done.logprobs, strict=True)]

@@ -232,7 +232,7 @@ def test_a_killed_run_keeps_what_was_sampled_of_long_responses(tmp_path: Path) -
     settings = (
         VERIFIER,
         "sampling.max_tokens=400",
-        "training.steps=1",
+        "training.steps=4",
         "eval.prompts=0",
     )
     process = kitae("train", str(RECIPE), f"run.dir={tmp_path}", *settings)

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -122,8 +123,8 @@ def test_only_the_right_module_is_rewarded(few: None, tmp_path: Path) -> None:
 def test_no_copy_of_a_module_is_in_an_agent_s_box(few: None, tmp_path: Path) -> None:
     (place,) = write_tasks(tmp_path / "tasks", 1, 0)
     marks = [module.source.split("\n")[0].strip('"') for module in seed_modules()]
-    patterns = " ".join(f"-e '{mark}'" for mark in marks)
+    patterns = " ".join(f"-e {shlex.quote(mark)}" for mark in marks)
     kinds = "--exclude-dir=proc --include='*.py' --include='*.txt' --include='*.pyc'"
-    find = f"grep -rlF {kinds} {patterns} / 2>/dev/null"
+    find = f"grep -rlF {kinds} {patterns} / 2>/dev/null; true"
     ((said, _),) = played(tmp_path / "tasks", find)
     assert said == [f"/app/{place.name.partition('-')[2]}.py\n"]
