@@ -92,6 +92,7 @@ async def attempt(
             hands.begun(Live(store.folder, lambda: interrupts.request(signal.SIGINT), loop.evaluate_now, ask))
             try:
                 after = await loop.run()
+                await hands.between()  # who takes the last step may ask the model of it
             except Stopped:
                 await _save_stopped(store, observer, loop)
                 stopped_by = interrupts.received or signal.SIGINT

@@ -1,7 +1,8 @@
 """What a run that trains gives to whoever holds it: to ask its model, to evaluate it, to stop it, to take its steps one
 at a time (`kitae.start`).
 
-The loops wait for `between` before each step but the first. They may sample meanwhile, and train nothing.
+The loops wait for `between` before each step but the first, and a run before it ends. They may sample meanwhile, and
+train nothing.
 """
 
 import asyncio
@@ -40,7 +41,7 @@ class HandOver(Protocol):
         """An attempt is about to train. Another one follows where a trainer is lost."""
 
     async def between(self) -> None:
-        """Between two steps: return when the next step may be trained."""
+        """Between two steps: return when the next step may be trained; after the last, when the run may end."""
 
 
 class _Nobody:

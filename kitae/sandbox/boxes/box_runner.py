@@ -30,6 +30,28 @@ LAST = 0.2  # seconds to read what a command that has ended left in its pipe
 PR_SET_DUMPABLE = 4
 
 
+class Ends:
+    """What a command wrote, without the middle where it is longer than `most` bytes: two thirds of them are its
+    beginning."""
+
+    def __init__(self, most: int) -> None:
+        self._last = most // 3
+        self._first = most - self._last
+        self._head, self._tail, self._left_out = bytearray(), bytearray(), 0
+
+    def add(self, part: bytes) -> None:
+        room = self._first - len(self._head)
+        self._head += part[:room]
+        self._tail += part[room:]
+        if (over := len(self._tail) - self._last) > 0:
+            self._left_out += over
+            del self._tail[:over]
+
+    def told(self) -> bytes:
+        middle = f"\n[… {self._left_out} bytes left out …]\n".encode() if self._left_out else b""
+        return bytes(self._head + middle + self._tail)
+
+
 class Runner:
     def __init__(self, memory_mb: int, disk_mb: int, processes: int) -> None:
         self.memory, self.disk, self.processes = memory_mb * 2**20, disk_mb * 2**20, processes
@@ -60,17 +82,12 @@ class Runner:
             self.become(command, folder, write)
         os.close(write)
         os.set_blocking(read, False)
-        head, tail, left_out = bytearray(), bytearray(), 0
+        said = Ends(output)
         deadline, ended, last, pause = time.monotonic() + seconds, "exited", None, 0.001
         while True:
             readable = select.select([read], [], [], LOOK)[0]
             part = os.read(read, 2**16) if readable else b""
-            room = output - output // 3 - len(head)
-            head += part[:room]
-            tail += part[room:] if room < len(part) else b""
-            if len(tail) > output // 3:
-                left_out += len(tail) - output // 3
-                del tail[: len(tail) - output // 3]
+            said.add(part)
             self.look()
             now = time.monotonic()
             if pid in self.statuses:
@@ -89,8 +106,7 @@ class Runner:
         os.close(read)
         status = os.waitstatus_to_exitcode(self.statuses.pop(pid))
         ended = self.broken or ended
-        middle = f"\n[… {left_out} bytes left out …]\n".encode() if left_out else b""
-        return {"status": status if ended == "exited" else None, "ended": ended}, bytes(head) + middle + bytes(tail)
+        return {"status": status if ended == "exited" else None, "ended": ended}, said.told()
 
     def become(self, command: str, folder: str, write: int) -> None:
         """In the child: the command."""

@@ -17,6 +17,7 @@ from typing import Self
 
 from kitae.errors import ConfigError
 from kitae.sandbox.boxes.base import BoxLimits, BoxLost, BoxRefused, BoxWorld, Ran
+from kitae.sandbox.boxes.box_runner import Ends
 
 _START, _SLACK, _BUILD = 120.0, 20.0, 1800.0  # seconds
 _GONE = ("no such container", "is not running", "container state improper", "no container with name")
@@ -97,22 +98,16 @@ class ContainerBoxes:
         try:
             async with asyncio.timeout(seconds):
                 writing = asyncio.create_task(_write(process.stdin, data))
-                head, tail, left_out = bytearray(), bytearray(), 0
+                said = Ends(most)
                 while part := await process.stdout.read(2**16):
-                    room = most - most // 3 - len(head)
-                    head += part[:room]
-                    tail += part[room:] if room < len(part) else b""
-                    if len(tail) > most // 3:
-                        left_out += len(tail) - most // 3
-                        del tail[: len(tail) - most // 3]
+                    said.add(part)
                 await writing
                 status = await process.wait()
         finally:
             if process.returncode is None:
                 process.kill()
                 await process.wait()
-        middle = f"\n[… {left_out} bytes left out …]\n".encode() if left_out else b""
-        return status, bytes(head) + middle + bytes(tail)
+        return status, said.told()
 
 
 class ContainerBox:
